@@ -1,0 +1,82 @@
+"""The sessions: what there is to type. Each one runs one module of `scripts/`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import nox
+
+nox.needs_version = ">=2024.10.9"
+nox.options.default_venv_backend = "uv|virtualenv"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "tests"]
+
+PYPROJECT = nox.project.load_toml("pyproject.toml")
+DEFAULT_RELEASE: str = PYPROJECT["tool"]["kvfix"]["default-release"]
+
+
+def install(session: nox.Session, group: str) -> None:
+    """Install one dependency group, unless this environment already has it as it stands."""
+    requirements = nox.project.dependency_groups(PYPROJECT, group)
+    stamp = Path(session.virtualenv.location) / f"kvfix-{group}.txt"
+    wanted = "\n".join(requirements)
+    if not stamp.is_file() or stamp.read_text() != wanted:
+        session.install(*requirements)
+        stamp.write_text(wanted)
+
+
+def tool(session: nox.Session, module: str, *arguments: str, group: str = "tools") -> None:
+    """Run one of the tools with what stands behind `--` on the command line."""
+    install(session, group)
+    session.run("python", "-m", f"scripts.{module}", *arguments, *session.posargs)
+
+
+@nox.session
+def apply(session: nox.Session) -> None:
+    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR]."""
+    tool(session, "apply")
+
+
+@nox.session
+def verify(session: nox.Session) -> None:
+    """Check a patched wheel to the last byte: nox -s verify -- WHEEL."""
+    tool(session, "verify")
+
+
+@nox.session
+def lock(session: nox.Session) -> None:
+    """Pin a release, or check its pins: nox -s lock -- [RELEASE...]."""
+    tool(session, "lock")
+
+
+@nox.session
+def edit(session: nox.Session) -> None:
+    """Change one fix: nox -s edit -- RELEASE FIX, then --continue or --abort."""
+    tool(session, "edit")
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Check code, patches, registry, and that every release has what the overlay uses."""
+    tool(session, "lint", group="lint")
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Test the tools, then the overlay on an installed patched vLLM of the default release."""
+    install(session, "tests")
+    if not session.posargs:
+        session.run("python", "-m", "pytest", "tests/scripts")
+    session.run("python", "-m", "scripts.overlay_tests", *session.posargs)
+
+
+@nox.session
+def regressions(session: nox.Session) -> None:
+    """Show each defect on the stock release and its absence on the patched one."""
+    tool(session, "regressions")
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """Measure `apply` against unpacking and packing, and against copying and hashing."""
+    tool(session, "bench", group="bench")

@@ -1,0 +1,69 @@
+"""Files that appear whole or not at all, whatever kills the process that writes them."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_MODE = 0o644  # said outright, so that the result does not depend on the caller's umask
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file that takes the place of `target` when the block ends well.
+
+    Its `name` is its path. It lies beside `target`, for only within one file system is the rename atomic. It goes
+    away when the block raises; what a killed process has left is removed by the next one.
+
+    Raises:
+        OSError: The folder cannot be written, or is full; `target` is as it was.
+    """
+    _sweep(target)
+    descriptor, temporary = _create(target)
+    try:
+        with open(temporary, "wb", opener=lambda *_: descriptor) as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), _MODE)
+            # Before the rename: a power cut must not leave the new name on missing data.
+            os.fsync(file.fileno())
+            temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync_folder(target.parent)
+
+
+def _create(target: Path) -> tuple[int, Path]:
+    while True:
+        descriptor, name = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=".part", dir=target.parent
+        )
+        # The lock says that a writer lives. The kernel drops it when the process dies, and no
+        # recycled process id can be mistaken for it. Some network file systems have no locks:
+        # there a killed run's file stays until somebody removes it.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, Path(name)
+        os.close(descriptor)  # swept by another process before the lock was ours
+
+
+def _sweep(target: Path) -> None:
+    for stale in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with suppress(OSError), stale.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
+            stale.unlink()
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,72 @@
+"""Where things are, and what `pyproject.toml` says about this patch set."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from scripts.errors import UnknownReleaseError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PATCHES = ROOT / "patches"
+OVERLAY = ROOT / "vllm_overlay"
+REPORTS = ROOT / "reports"
+DIST = ROOT / "dist"
+
+
+@dataclass(frozen=True)
+class Project:
+    """The patch set as `pyproject.toml` declares it."""
+
+    version: str
+    releases: tuple[str, ...]
+    default_release: str
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read one TOML file."""
+    with path.open("rb") as file:
+        return tomllib.load(file)
+
+
+@cache
+def project() -> Project:
+    """Return the declaration of this patch set."""
+    document = read_toml(ROOT / "pyproject.toml")
+    table = document["tool"]["kvfix"]
+    return Project(
+        version=document["project"]["version"],
+        releases=tuple(table["releases"]),
+        default_release=table["default-release"],
+    )
+
+
+def supported_release(text: str) -> str:
+    """Return the supported release that `text` names.
+
+    Raises:
+        UnknownReleaseError: `text` is no version, or none that kvfix supports.
+    """
+    releases = project().releases
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        version = None
+    for release in releases:
+        if version == Version(release):
+            return release
+    raise UnknownReleaseError(
+        f"{text!r} is not a supported vLLM release",
+        expected=f"one of {', '.join(releases)}",
+        next_step="give one of these, or add a release: nox -s lock -- <release>",
+    )
