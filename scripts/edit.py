@@ -1,0 +1,157 @@
+"""`nox -s edit -- RELEASE FIX`: one fix in a worktree, and its patch written back from there.
+
+    nox -s edit -- 0.20.2 40449      a git worktree below .work/ with the series up to the fix
+    nox -s edit -- --continue        writes the patch from what the worktree holds now
+    nox -s edit -- --abort           removes the worktree
+    nox -s edit -- --restamp         exports all patches anew, after a change of the registry
+
+For a fix that has no patch in the line yet, the worktree holds the whole series and the patch
+goes to its end. The message is made from `patches/fixes.toml`, so that entry comes first.
+Edit the release that the line's patches are exported from, the newest one; `nox -s lint` tells
+whether the patch applies to the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import tempfile
+from pathlib import Path
+
+from scripts.atomic import replacing
+from scripts.errors import UsageError
+from scripts.export import DATE, commit_hooks, patch_text, release_repository
+from scripts.fixes import load_registry
+from scripts.git import Repository
+from scripts.lock import locked_release
+from scripts.matrix import documents
+from scripts.project import PATCHES, ROOT, supported_release
+from scripts.series import load_series, patch_names, releases_by_line, series_file
+from scripts.terminal import entry, out
+
+WORKTREE = ROOT / ".work" / "edit"
+_STATE = WORKTREE / ".git" / "kvfix.json"
+
+
+def main() -> None:
+    """Run the step that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s edit --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="?")
+    parser.add_argument("fix", nargs="?")
+    step = parser.add_mutually_exclusive_group()
+    step.add_argument("--continue", dest="finish", action="store_true")
+    step.add_argument("--abort", action="store_true")
+    step.add_argument("--restamp", action="store_true", help="make all messages anew")
+    options = parser.parse_args()
+    if options.abort:
+        shutil.rmtree(WORKTREE, ignore_errors=True)
+    elif options.finish:
+        _finish()
+    elif options.restamp:
+        _restamp()
+    elif options.release and options.fix:
+        _start(supported_release(options.release), options.fix)
+    else:
+        raise UsageError(
+            "no release and fix to edit",
+            expected="a release and a fix, or --continue, or --abort",
+            next_step="nox -s edit -- 0.20.2 40449",
+        )
+
+
+def _start(release: str, fix_id: str) -> None:
+    registry = load_registry()
+    if fix_id not in registry.fixes:
+        raise UsageError(
+            f"patches/fixes.toml has no fix {fix_id}",
+            expected=f"one of {', '.join(registry.fixes)}",
+            next_step="write its [[fix]] table first, as CONTRIBUTING.md says",
+        )
+    if WORKTREE.exists():
+        raise UsageError(
+            f"{WORKTREE.relative_to(ROOT)} holds an edit that is not finished",
+            expected="no worktree",
+            next_step="nox -s edit -- --continue, or: nox -s edit -- --abort",
+        )
+    line = locked_release(release).line
+    patches = list(load_series(line).patches)
+    ids = [patch.fix_id for patch in patches]
+    count = ids.index(fix_id) + 1 if fix_id in ids else len(ids)
+    repository = release_repository(release, WORKTREE, registry)
+    commits = ["HEAD", *commit_hooks(repository, "HEAD", patches[:count], registry)]
+    repository.run("reset", "--quiet", "--hard", commits[-1])
+    # What is edited shows as an uncommitted change against everything that comes before it.
+    parent = commits[-2] if fix_id in ids else commits[-1]
+    repository.run("reset", "--quiet", "--soft", parent)
+    _STATE.write_text(json.dumps({"line": line, "fix": fix_id}), encoding="utf-8")
+    where = WORKTREE.relative_to(ROOT)
+    out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
+
+
+def _restamp() -> None:
+    """Make anew what `patches/fixes.toml` determines: messages of patches, and documents."""
+    registry = load_registry()
+    for line, releases in releases_by_line().items():
+        patches = load_series(line).patches
+        with tempfile.TemporaryDirectory() as folder:
+            repository = release_repository(releases[-1], Path(folder), registry)
+            commits = commit_hooks(repository, "HEAD", patches, registry)
+            for patch, commit in zip(patches, commits, strict=True):
+                replace_text(PATCHES / line / patch.name, patch_text(repository, commit))
+    for path, text in documents(registry).items():
+        replace_text(path, text)
+
+
+def _finish() -> None:
+    if not _STATE.is_file():
+        raise UsageError(
+            "there is no edit to continue",
+            expected=f"a worktree in {WORKTREE.relative_to(ROOT)}",
+            next_step="nox -s edit -- <release> <fix>",
+        )
+    state = json.loads(_STATE.read_text(encoding="utf-8"))
+    line, registry = state["line"], load_registry()
+    fix = registry.fixes[state["fix"]]
+    repository = Repository(WORKTREE)
+    changed = repository.run("diff", "HEAD", "--name-only", "--", "vllm").splitlines()
+    if not changed:
+        raise UsageError(
+            f"the worktree changes nothing, so fix {fix.id} would have an empty patch",
+            expected="at least one changed file below vllm/",
+            next_step=f"edit {WORKTREE.relative_to(ROOT)}/vllm, or: nox -s edit -- --abort",
+        )
+    files = {path: (WORKTREE / path).read_bytes() for path in changed}
+    head = repository.run("rev-parse", "HEAD").strip()
+    text = export_one(repository, head, files, fix.id)
+    replace_text(PATCHES / line / fix.file_name, text)
+    names = patch_names(line)
+    if fix.file_name not in names:
+        replace_text(series_file(line), "".join(f"{name}\n" for name in (*names, fix.file_name)))
+    shutil.rmtree(WORKTREE)
+    out.print(f"Wrote patches/{line}/{fix.file_name}. Now: nox -s lint")
+
+
+def export_one(repository: Repository, parent: str, files: dict[str, bytes], fix_id: str) -> str:
+    """Commit `files` as the hooks of fix `fix_id` on top of `parent`; return the patch's text."""
+    registry = load_registry()
+    message = registry.message(registry.fixes[fix_id])
+    commit = repository.commit(parent, files, message, author=registry.author, date=DATE)
+    return patch_text(repository, commit)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step; a file that says the same is left alone."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,192 @@
+"""The registry: every fix once, in `patches/fixes.toml`.
+
+What is common to all lines of a fix stands here and nowhere else: the commit message of each
+patch, with its trailers, is made from it (`message`), and so are the README's matrix and the
+wheel's provenance.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from scripts.errors import RegistryError
+from scripts.project import PATCHES, read_toml
+
+REGISTRY = PATCHES / "fixes.toml"
+STATUSES = ("Backport", "Pending", "Submitted", "Inappropriate")
+_PARAGRAPHS = {"symptom", "cause", "change", "risk"}
+_PERSON = re.compile(r"[^<>\n]+ <[^<>\s]*>")
+_PULL_REQUEST = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
+
+
+@dataclass(frozen=True)
+class UpstreamTest:
+    """A test of the release itself that rightly fails once the fix is in, and why."""
+
+    release: str
+    test: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One defect and what is true once it is fixed.
+
+    `applies_to` is a PEP 440 specifier over vLLM releases: those that have the defect.
+    `fixed_in` is the first release that does not, or empty while none is proven.
+    `tests` are pytest node ids that fail on an affected stock release and pass on a patched one.
+    """
+
+    id: str
+    slug: str
+    title: str
+    kind: str
+    upstream_pr: str
+    upstream_status: str
+    applies_to: str
+    fixed_in: str
+    remove_when: str
+    wire_compat: str
+    tests: tuple[str, ...]
+    depends_on: tuple[str, ...]
+    symptom: str
+    cause: str
+    change: str
+    risk: str
+    upstream_tests: tuple[UpstreamTest, ...] = ()
+
+    @property
+    def file_name(self) -> str:
+        """Name of the fix's patch in the folder of each line."""
+        return f"{self.id}-{self.slug}.patch"
+
+    @property
+    def upstream_url(self) -> str:
+        """Page of the upstream pull request; empty where there is none."""
+        match = _PULL_REQUEST.fullmatch(self.upstream_pr)
+        return f"https://github.com/{match['repo']}/pull/{match['number']}" if match else ""
+
+    def affects(self, release: str) -> bool:
+        """Whether `release` has the defect, as far as the registry knows."""
+        return SpecifierSet(self.applies_to).contains(release, prereleases=True)
+
+
+@dataclass(frozen=True)
+class Registry:
+    """All fixes in the order in which they are applied, and who signs them off."""
+
+    author: str
+    fixes: dict[str, Fix]
+
+    def with_dependencies(self, ids: set[str]) -> set[str]:
+        """Return `ids` and everything they depend on, directly or not."""
+        closed: set[str] = set()
+        pending = list(ids)
+        while pending:
+            fix_id = pending.pop()
+            if fix_id not in closed:
+                closed.add(fix_id)
+                pending.extend(self.fixes[fix_id].depends_on)
+        return closed
+
+    def trailers(self, fix: Fix) -> tuple[tuple[str, str], ...]:
+        """Return the trailers of `fix`, in order."""
+        return (
+            ("Fix", fix.id),
+            ("Upstream-PR", fix.upstream_pr or "none"),
+            ("Upstream-Status", fix.upstream_status),
+            ("Applies-To", fix.applies_to),
+            ("Fixed-In", fix.fixed_in or "unproven"),
+            ("Remove-When", fix.remove_when),
+            ("Wire-Compat", fix.wire_compat),
+            *(("Test", test) for test in fix.tests),
+            *(("Depends-On", other) for other in fix.depends_on),
+            ("Signed-off-by", self.author),
+        )
+
+    def message(self, fix: Fix) -> str:
+        """Return the commit message of `fix`: subject, symptom to risk, trailers."""
+        paragraphs = [f"[kvfix {fix.id}] {fix.title}"]
+        for label in ("symptom", "cause", "change", "risk"):
+            words = f"{label.capitalize()}: {' '.join(getattr(fix, label).split())}"
+            # Not broken at hyphens: an operator greps for `--kv-transfer-config` as it stands.
+            paragraphs.append(
+                textwrap.fill(words, 72, break_long_words=False, break_on_hyphens=False)
+            )
+        paragraphs.append("\n".join(f"{key}: {value}" for key, value in self.trailers(fix)))
+        return "\n\n".join(paragraphs) + "\n"
+
+
+def load_registry(path: Path = REGISTRY) -> Registry:
+    """Read the registry.
+
+    Raises:
+        RegistryError: It contradicts itself; all contradictions are named at once.
+    """
+    faults: list[str] = []
+    fixes: dict[str, Fix] = {}
+    try:
+        document = read_toml(path)
+    except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
+        document = {"author": "nobody <>"}
+        faults.append(f"it is no TOML: {error}")
+    author = document.get("author")
+    if not isinstance(author, str) or not _PERSON.fullmatch(author):
+        faults.append("author is not of the form Name <address>")
+    for table in document.get("fix", []):
+        fix = _fix(table, faults)
+        if fix is None:
+            continue
+        if fix.id in fixes:
+            faults.append(f"fix {fix.id} stands twice")
+        if any(other not in fixes for other in fix.depends_on):
+            faults.append(f"fix {fix.id} depends on a fix that does not stand before it")
+        fixes[fix.id] = fix
+    if faults:
+        raise RegistryError(
+            f"{path.name}: " + "; ".join(faults),
+            expected="one complete [[fix]] table for each fix, dependencies first",
+            next_step=f"correct {path.name}, then: nox -s lint",
+        )
+    return Registry(author=str(author), fixes=fixes)
+
+
+def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
+    values = {key.replace("-", "_"): value for key, value in table.items()}
+    name = values.get("id", "without an id")
+    kinds = get_type_hints(Fix)
+    try:
+        values["upstream_tests"] = [UpstreamTest(**one) for one in values.pop("upstream_test", ())]
+        wrong = [
+            field
+            for field, value in values.items()
+            if field in kinds and not isinstance(value, list if get_args(kinds[field]) else str)
+        ]
+        if wrong:
+            raise TypeError(f"{', '.join(wrong)}: text and lists are mixed up")
+        lists = {field: tuple(values[field]) for field in values if isinstance(values[field], list)}
+        fix = Fix(**{**values, **lists})
+    except TypeError as error:
+        faults.append(f"fix {name}: {error}")
+        return None
+    texts = {field for field, kind in kinds.items() if kind is str}
+    empty = {"upstream_pr", "fixed_in"}
+    faults += [f"fix {name}: {f} is empty" for f in sorted(texts - empty) if not getattr(fix, f)]
+    # A trailer that goes on in the next line would be cut there.
+    for field in sorted(texts - _PARAGRAPHS):
+        faults += [f"fix {name}: {field} is not one line"] * ("\n" in getattr(fix, field).strip())
+    if fix.upstream_status not in STATUSES:
+        faults.append(f"fix {name}: upstream-status is none of {', '.join(STATUSES)}")
+    if fix.upstream_pr and not fix.upstream_url:
+        faults.append(f"fix {name}: upstream-pr is not of the form owner/repository#number")
+    try:
+        SpecifierSet(fix.applies_to)
+    except InvalidSpecifier:
+        faults.append(f"fix {name}: applies-to is no PEP 440 specifier")
+    return fix

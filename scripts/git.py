@@ -1,0 +1,192 @@
+"""The one gateway to git.
+
+Every call pins the configuration that could change what it does: a user's `core.autocrlf`,
+`diff.noprefix` or `format.*` must not reach a patch, and no hook or signing program may run.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+from git.cmd import Git
+from git.exc import GitCommandError, GitCommandNotFound
+
+from scripts.errors import GitError
+
+_PINNED = {
+    "commit.gpgSign": "false",
+    "core.abbrev": "12",
+    "core.attributesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.eol": "lf",
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": os.devnull,
+    "core.quotePath": "true",
+    "core.safecrlf": "false",
+    "diff.algorithm": "myers",
+    "diff.context": "3",
+    "diff.dstPrefix": "b/",
+    "diff.external": "",
+    "diff.indentHeuristic": "true",
+    "diff.interHunkContext": "0",
+    "diff.mnemonicPrefix": "false",
+    "diff.noprefix": "false",
+    "diff.orderFile": os.devnull,
+    "diff.renames": "false",
+    "diff.srcPrefix": "a/",
+    "diff.statGraphWidth": "0",
+    "diff.statNameWidth": "0",
+    "diff.suppressBlankEmpty": "false",
+    "format.coverLetter": "false",
+    "format.encodeEmailHeaders": "true",
+    "format.from": "false",
+    "format.mboxrd": "false",
+    "format.noprefix": "false",
+    "format.signOff": "false",
+    "format.subjectPrefix": "PATCH",
+    "format.thread": "false",
+    "format.useAutoBase": "false",
+    "gc.auto": "0",
+    "i18n.commitEncoding": "utf-8",
+    "i18n.logOutputEncoding": "utf-8",
+    "init.defaultBranch": "main",
+    "log.showSignature": "false",
+    "status.showUntrackedFiles": "normal",
+    "tag.gpgSign": "false",
+}
+# How the files of a checkout lie on its disk is its owner's business, and git is asked in those
+# terms whether they have changed.
+_OF_A_CHECKOUT = ("core.attributesFile", "core.autocrlf", "core.eol", "core.fileMode")
+# Set where a git hook runs us, or by hand: each would lead to another repository or another diff.
+_FOREIGN = (
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_DIFF_OPTS",
+    "GIT_DIR",
+    "GIT_EXTERNAL_DIFF",
+    "GIT_INDEX_FILE",
+    "GIT_NAMESPACE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_WORK_TREE",
+)
+
+
+class Repository:
+    """A git checkout or bare repository at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def init(cls, path: Path) -> Repository:
+        """Make an empty repository at `path`."""
+        path.mkdir(parents=True, exist_ok=True)
+        repository = cls(path)
+        repository.run("init", "--quiet", "--template=")
+        return repository
+
+    def run(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        pinned: Mapping[str, str] = _PINNED,
+    ) -> str:
+        """Run one git command and return its output, byte for byte, as text.
+
+        Raises:
+            GitError: Git is not there, or the command failed.
+        """
+        options = [word for key, value in pinned.items() for word in ("-c", f"{key}={value}")]
+        for name in _FOREIGN:  # GitPython only adds to the environment
+            os.environ.pop(name, None)
+        try:
+            output = Git(self.path).execute(
+                ["git", *options, *arguments],
+                env={"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", **(env or {})},
+                strip_newline_in_stdout=False,
+                stdout_as_string=False,
+            )
+        except GitCommandNotFound as error:
+            raise GitError(
+                "git is not installed",
+                expected="git 2.30 or later on the PATH",
+                next_step="install git, then run the same command",
+            ) from error
+        except GitCommandError as error:
+            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ")
+            raise GitError(
+                f"git {arguments[0]} failed in {self.path}: {words}",
+                expected="a repository that git can work in",
+                next_step=f"git -C {self.path} status",
+            ) from error
+        return output.decode("utf-8", "surrogateescape")
+
+    def resolve(self, revision: str) -> str | None:
+        """Return the commit that `revision` names, or None.
+
+        Raises:
+            GitError: Git is not there, or this is no repository, or not one that git trusts.
+        """
+        try:
+            return self.run("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
+        except GitError as error:
+            if getattr(error.__cause__, "status", None) == 1:
+                return None
+            raise
+
+    def changes(self) -> list[str]:
+        """Return git's short status lines; empty when the checkout is clean."""
+        pinned = {key: value for key, value in _PINNED.items() if key not in _OF_A_CHECKOUT}
+        return self.run("status", "--porcelain", pinned=pinned).splitlines()
+
+    def read(self, revision: str, path: str) -> str | None:
+        """Return the text of `path` at `revision`, or None where there is no such file."""
+        if not self.run("ls-tree", revision, "--", path):
+            return None
+        return self.run("cat-file", "blob", f"{revision}:{path}")
+
+    def commit(
+        self,
+        parent: str,
+        files: Mapping[str, bytes],
+        message: str,
+        *,
+        author: str,
+        date: str,
+    ) -> str:
+        """Store a commit on top of `parent` that sets `files`; touch no branch and no checkout.
+
+        A file that exists keeps its mode.
+
+        Args:
+            parent: Revision that the commit follows.
+            files: New content by path; other files stay as they are in `parent`.
+            message: Whole commit message.
+            author: `Name <address>`, also the committer.
+            date: ISO 8601 time for author and committer: same input, same commit id.
+        """
+        name, _, address = author.partition(" <")
+        who = {"NAME": name, "EMAIL": address.rstrip(">"), "DATE": date}
+        with tempfile.TemporaryDirectory() as folder:
+            index = {"GIT_INDEX_FILE": os.fspath(Path(folder, "index"))}
+            self.run("read-tree", parent, env=index)
+            content = Path(folder, "content")
+            for path, data in files.items():
+                content.write_bytes(data)
+                blob = self.run("hash-object", "-w", "--no-filters", os.fspath(content)).strip()
+                mode = self.run("ls-tree", parent, "--", path)[:6] or "100644"
+                entry = f"{mode},{blob},{path}"
+                self.run("update-index", "--add", "--cacheinfo", entry, env=index)
+            tree = self.run("write-tree", env=index).strip()
+            content.write_text(message, encoding="utf-8")
+            identity = {
+                f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in who.items()
+            }
+            return self.run(
+                "commit-tree", tree, "-p", parent, "-F", os.fspath(content), env=identity
+            ).strip()

@@ -1,0 +1,69 @@
+"""The tables of the README and of docs/fixes.md, made from the registry and the series."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from scripts.fixes import Fix, Registry
+from scripts.project import ROOT
+from scripts.series import load_series, releases_by_line
+
+README = ROOT / "README.md"
+FIXES = ROOT / "docs" / "fixes.md"
+_MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.DOTALL)
+
+
+def documents(registry: Registry) -> dict[Path, str]:
+    """Return what the README and docs/fixes.md have to say, by path."""
+    held = {
+        release: set(load_series(line).fix_ids)
+        for line, releases in releases_by_line().items()
+        for release in releases
+    }
+    readme = README.read_text(encoding="utf-8")
+    table = _table(registry, held)
+    return {
+        README: _MARKED.sub(lambda match: match[1] + table + match[2], readme),
+        FIXES: _details(registry, held),
+    }
+
+
+def _table(registry: Registry, held: dict[str, set[str]]) -> str:
+    rows = [
+        f"| fix | without it | {' | '.join(held)} |",
+        f"|---|---|{'---|' * len(held)}",
+    ]
+    for fix in registry.fixes.values():
+        cells = " | ".join("✓" if fix.id in ids else "-" for ids in held.values())
+        rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {_first(fix)} | {cells} |")
+    return "\n".join(rows) + "\n"
+
+
+def _first(fix: Fix) -> str:
+    """Return the first sentence of the symptom: the log line or status that an operator sees."""
+    return re.split(r"(?<=[.;])\s", " ".join(fix.symptom.split()), maxsplit=1)[0].rstrip(".;")
+
+
+def _details(registry: Registry, held: dict[str, set[str]]) -> str:
+    parts = [
+        "# The fixes\n<!-- made by `nox -s edit -- --restamp` from patches/fixes.toml -->\n",
+        "Look for your log line, HTTP status or metric below *Symptom*.\n",
+    ]
+    for fix in registry.fixes.values():
+        releases = ", ".join(release for release, ids in held.items() if fix.id in ids)
+        source = f"[{fix.upstream_pr}]({fix.upstream_url})" if fix.upstream_url else "none"
+        needs = ", ".join(f"[{other}](#{other.lower()})" for other in fix.depends_on) or "nothing"
+        parts.append(f"## {fix.id}\n**{fix.title[0].upper()}{fix.title[1:]}.**\n")
+        for label in ("symptom", "cause", "change", "risk"):
+            parts.append(f"*{label.capitalize()}.* {' '.join(getattr(fix, label).split())}\n")
+        parts.append(
+            f"Patched: {releases or 'none yet'}. Upstream: {source}"
+            f"{f', fixed in {fix.fixed_in}' if fix.fixed_in else ''}. "
+            f"Needs {needs}. Wire: {fix.wire_compat}.\n"
+        )
+        for test in fix.upstream_tests:
+            parts.append(
+                f"Upstream's own `{test.test}` of {test.release} fails with it: {test.reason}\n"
+            )
+    return "\n".join(parts)
