@@ -1,0 +1,126 @@
+"""An environment that holds one vLLM release: made once, kept below .nox/, swapped in place.
+
+It is made from the pinned wheel, with uv where that is on the PATH and with venv and pip where it
+is not. Between the stock and the patched side only the vLLM wheel is exchanged, so whatever
+differs between two runs comes from the wheel.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+from packaging.version import Version
+
+from scripts.index import fetch
+from scripts.lock import locked_release
+from scripts.overlay import PACKAGE
+from scripts.proc import run
+from scripts.project import ROOT, read_toml
+from scripts.terminal import err
+
+
+class Environment:
+    """A virtual environment with vLLM `release` and what its tests need.
+
+    Attributes:
+        folder: Where it lies.
+        python: Its interpreter.
+        stock: The pinned wheel that it was made from.
+    """
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.folder = ROOT / ".nox" / f"vllm-{release}"
+        self.python = self.folder / "bin" / "python"
+        self.stock = fetch(locked_release(release).wheel_for(platform.machine()))
+        self._uv = shutil.which("uv")
+
+    def make(self) -> Environment:
+        """Make the environment with the stock wheel, or take the one that is there.
+
+        Raises:
+            CommandError: A package cannot be installed; what is there is made anew next time.
+        """
+        requirements = read_toml(ROOT / "pyproject.toml")["dependency-groups"]["vllm-tests"]
+        wanted = "\n".join([sys.version, str(self.stock), *requirements])
+        stamp = self.folder / "kvfix.txt"
+        if stamp.is_file() and stamp.read_text() == wanted:
+            return self
+        err.print(f"making an environment with vLLM {self.release} (6 to 9 GB) ...")
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self._uv:
+            run([self._uv, "venv", "--quiet", "--python", sys.executable, self.folder])
+        else:
+            run([sys.executable, "-m", "venv", self.folder])
+        self._install(self.stock, *requirements)
+        stamp.write_text(wanted)
+        return self
+
+    def install(self, wheel: Path) -> None:
+        """Exchange the installed vLLM for `wheel`; nothing else changes."""
+        options = ("--reinstall",) if self._uv else ("--force-reinstall",)
+        self._install("--no-deps", *options, wheel)
+
+    def _install(self, *words: str | Path) -> None:
+        installer: list[str | Path]
+        if self._uv:
+            installer = [self._uv, "pip", "install", "--quiet", "--python", self.python]
+        else:
+            installer = [self.python, "-m", "pip", "install", "--quiet"]
+        run([*installer, *words], timeout=3600)
+
+    def site(self) -> Path:
+        """Return the folder that holds the `vllm` package."""
+        result = run([self.python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"])
+        return Path(result.stdout.strip())
+
+    def installed_version(self) -> Version:
+        """Return the version of the installed vLLM as its metadata states it."""
+        code = "from importlib.metadata import version; print(version('vllm'))"
+        return Version(run([self.python, "-c", code]).stdout.strip())
+
+    def shadow(self, folder: Path, changed: dict[str, bytes]) -> Path:
+        """Make a copy of the installed `vllm` package with some files changed.
+
+        Files are hard links, so it takes a second and no space. Put the folder in front of the
+        import path and it hides the installed package.
+
+        Args:
+            folder: A folder on the file system of the environment; made anew.
+            changed: New content by path relative to the site folder.
+        """
+        shutil.rmtree(folder, ignore_errors=True)
+        site = self.site()
+        ignored = shutil.ignore_patterns("__pycache__")
+        for package in ("vllm", PACKAGE):
+            if (site / package).is_dir():
+                shutil.copytree(
+                    site / package, folder / package, copy_function=_link, ignore=ignored
+                )
+        for path, data in changed.items():
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.unlink(missing_ok=True)  # the link, not the file that it shares
+            target.write_bytes(data)
+        return folder
+
+
+def _link(source: str, target: str) -> None:
+    Path(target).hardlink_to(source)
+
+
+def stage() -> Path:
+    """Return a folder from which the tests can be imported, and nothing else of the repository.
+
+    Run from the repository itself, Python would find `vllm_overlay` there rather than the one
+    that was installed.
+    """
+    folder = ROOT / ".work" / "stage"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "tests"
+    if not link.is_symlink():
+        link.symlink_to(ROOT / "tests")
+    return folder

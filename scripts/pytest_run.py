@@ -1,0 +1,111 @@
+"""One run of pytest in an environment with vLLM, and what became of each test."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+
+from scripts.environment import Environment, stage
+from scripts.proc import run
+from scripts.project import ROOT
+
+_PLUGIN = "tests.vllm_cpu"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one test.
+
+    Attributes:
+        result: "passed", "failed", "skipped", or "error" (in collection, set-up or tear-down).
+        place: `file:line` where it ended badly, relative to the repository where it lies there.
+        message: First line of what was said there.
+    """
+
+    result: str
+    place: str = ""
+    message: str = ""
+
+    @property
+    def is_assertion(self) -> bool:
+        """Whether it failed because a test of ours saw other behaviour than it expects."""
+        ours = self.place.startswith("tests/")
+        said = self.message.startswith(("AssertionError", "assert ", "Failed: "))
+        return self.result == "failed" and ours and said
+
+
+def run_pytest(
+    environment: Environment, paths: list[str], *, shadow: Path | None = None, timeout: float = 1800
+) -> dict[str, Outcome]:
+    """Run the tests below `paths` and return their outcomes by node id.
+
+    Args:
+        environment: Whose Python runs them, with the vLLM that is installed there.
+        paths: Files or folders, relative to the repository.
+        shadow: A folder whose `vllm` hides the installed one.
+        timeout: Seconds for the whole run.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder, "log.jsonl")
+        words = ["-q", "--report-log", str(log), *(str(ROOT / path) for path in paths)]
+        result = start_pytest(environment, words, shadow=shadow, timeout=timeout)
+        outcomes = _outcomes(log) if log.is_file() else {}
+    if not outcomes:
+        said = (result.stdout + result.stderr).strip()
+        outcomes[",".join(paths)] = Outcome("error", "", said[-2000:] or "pytest said nothing")
+    return outcomes
+
+
+def start_pytest(
+    environment: Environment,
+    words: list[str],
+    *,
+    shadow: Path | None = None,
+    timeout: float | None = None,
+    stream: bool = False,
+) -> CompletedProcess[str]:
+    """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
+    staged = stage()
+    import_path = [str(staged)] if shadow is None else [str(shadow), str(staged)]
+    return run(
+        [
+            environment.python, "-m", "pytest", "-p", _PLUGIN, "-p", "no:cacheprovider",
+            "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
+        ],
+        cwd=staged,
+        env={"PYTHONPATH": ":".join(import_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=timeout,
+        check=False,
+        stream=stream,
+    )  # fmt: skip
+
+
+def _outcomes(log: Path) -> dict[str, Outcome]:
+    found: dict[str, Outcome] = {}
+    for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
+        if row["$report_type"] not in ("TestReport", "CollectReport"):
+            continue
+        calls = row.get("when") == "call"
+        if row["outcome"] == "passed":
+            if calls:
+                found.setdefault(row["nodeid"], Outcome("passed"))
+        elif row["outcome"] == "skipped":
+            found[row["nodeid"]] = Outcome("skipped", "", str(row.get("longrepr"))[:200])
+        else:
+            place, message = _crash(row.get("longrepr"))
+            found[row["nodeid"]] = Outcome("failed" if calls else "error", place, message)
+    return found
+
+
+def _crash(longrepr: object) -> tuple[str, str]:
+    if not isinstance(longrepr, dict) or not longrepr.get("reprcrash"):
+        return "", str(longrepr)[-500:]
+    crash = longrepr["reprcrash"]
+    path = Path(crash["path"])
+    if path.is_relative_to(ROOT):
+        path = path.relative_to(ROOT)
+    lines = str(crash["message"]).splitlines()
+    return f"{path}:{crash['lineno']}", lines[0] if lines else ""

@@ -1,0 +1,197 @@
+"""`nox -s regressions -- RELEASE...`: each defect on the stock release, and none on the patched.
+
+For each release, in one environment: the tests of tests/regressions run on the stock wheel, then
+on the patched wheel that is installed in its place, and then, for each fix, on the stock files
+with that fix alone (and what it depends on). A fix passes only if
+
+- each of its tests fails on stock, and at least one by an assertion of ours about behaviour;
+- each passes on the patched wheel;
+- alone, it turns its own tests and those of what it depends on, and nobody else's.
+
+Where the registry says that a release does not have the defect, the tests have to pass on stock.
+A test that errors or is skipped proves nothing and fails the session.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+
+from rich.table import Table
+
+from scripts.apply import patched_wheel
+from scripts.environment import Environment
+from scripts.errors import CheckFailedError, UsageError
+from scripts.fixes import Fix, Registry, load_registry
+from scripts.lock import locked_release
+from scripts.overlay import overlay_files, stamp_all
+from scripts.patch import apply_patches
+from scripts.project import REPORTS, ROOT, project, supported_release
+from scripts.pytest_run import Outcome, run_pytest
+from scripts.series import Series, load_series
+from scripts.source import read_source
+from scripts.terminal import entry, err, out
+
+Outcomes = dict[str, Outcome]
+
+
+@dataclass
+class Verdict:
+    """What the runs say of one fix on one release."""
+
+    fix: str
+    affected: bool
+    stock: Outcomes
+    patched: Outcomes
+    alone: Outcomes = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+def main() -> None:
+    """Run the releases that the command line names, or the default one."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s regressions --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="*", default=[project().default_release])
+    parser.add_argument("--fix", action="append", metavar="ID", help="only this fix; repeatable")
+    options = parser.parse_args()
+    registry = load_registry()
+    if unknown := set(options.fix or ()) - registry.fixes.keys():
+        raise UsageError(
+            f"no fix is called {', '.join(sorted(unknown))}",
+            expected=f"some of {', '.join(registry.fixes)}",
+            next_step="nox -s regressions -- --fix 40449",
+        )
+    wanted = options.fix or list(registry.fixes)
+    faults: list[str] = []
+    for release in map(supported_release, options.release):
+        verdicts = prove(release, [registry.fixes[fix_id] for fix_id in wanted], registry)
+        out.print(_table(release, verdicts))
+        _write_report(release, verdicts)
+        faults += [f"{release}: {fault}" for verdict in verdicts for fault in verdict.faults]
+    for fault in faults:
+        err.print(f"✗ {fault}", markup=False)
+    if faults:
+        raise CheckFailedError(
+            f"{len(faults)} faults",
+            expected="every test fails on stock and passes on patched",
+            next_step="see reports/ for each test's outcome and failing line",
+        )
+
+
+def prove(release: str, fixes: list[Fix], registry: Registry) -> list[Verdict]:
+    """Run all sides of `release` and return the verdict on each of `fixes`."""
+    series = load_series(locked_release(release).line)
+    environment = Environment(release).make()
+    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
+    err.print(f"{release}: stock ...")
+    environment.install(environment.stock)
+    stock = run_pytest(environment, paths)
+    err.print(f"{release}: patched ...")
+    environment.install(patched_wheel(release))
+    patched = run_pytest(environment, paths)
+    environment.install(environment.stock)
+    verdicts = []
+    for fix in fixes:
+        verdict = Verdict(
+            fix=fix.id,
+            affected=fix.affects(release),
+            stock=_of(fix, stock),
+            patched=_of(fix, patched),
+        )
+        if fix.id in series.fix_ids:
+            err.print(f"{release}: {fix.id} alone ...")
+            verdict.alone = _alone(environment, series, fix, registry, paths)
+        verdict.faults += _faults(verdict, fixes, release, registry)
+        verdicts.append(verdict)
+    return verdicts
+
+
+def _alone(
+    environment: Environment, series: Series, fix: Fix, registry: Registry, paths: list[str]
+) -> Outcomes:
+    patches = series.only([fix.id], registry)
+    texts, _ = apply_patches(patches, lambda path: read_source(environment.release, path))
+    changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
+    folder = ROOT / ".nox" / f"alone-{environment.release}"
+    shadow = environment.shadow(folder, {**changed, **overlay_files(patches)})
+    return run_pytest(environment, paths, shadow=shadow)
+
+
+def _of(fix: Fix, outcomes: Outcomes) -> Outcomes:
+    return {node: outcome for node, outcome in outcomes.items() if _belongs(node, fix)}
+
+
+def _belongs(node: str, fix: Fix) -> bool:
+    return any(node == test or node.startswith((f"{test}::", f"{test}[")) for test in fix.tests)
+
+
+def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:
+    expected_on_stock = "failed" if verdict.affected else "passed"
+    yield from _unlike(verdict.fix, "stock", verdict.stock, expected_on_stock)
+    yield from _unlike(verdict.fix, "patched", verdict.patched, "passed")
+    if not verdict.affected:
+        return
+    if not any(outcome.is_assertion for outcome in verdict.stock.values()):
+        yield f"{verdict.fix}: no test fails on stock by an assertion about behaviour"
+    turned = registry.with_dependencies({verdict.fix})
+    for fix in fixes:
+        own = _of(fix, verdict.alone)
+        if fix.id in turned:
+            yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed")
+        elif fix.affects(release):
+            yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "failed")
+
+
+def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str) -> Iterator[str]:
+    if not outcomes:
+        yield f"{fix}, {side}: no test ran"
+    for node, outcome in outcomes.items():
+        if outcome.result != expected:
+            where = f" ({outcome.place}: {outcome.message})" if outcome.place else ""
+            yield f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
+
+
+def _table(release: str, verdicts: list[Verdict]) -> Table:
+    table = Table("fix", "stock", "patched", "alone", "seen on stock", title=f"vLLM {release}")
+    for verdict in verdicts:
+        line = next((o for o in verdict.stock.values() if o.is_assertion), Outcome(""))
+        table.add_row(
+            verdict.fix,
+            _count(verdict.stock) + ("" if verdict.affected else " (not affected)"),
+            _count(verdict.patched),
+            "✗" if verdict.faults else ("✓" if verdict.affected else "-"),
+            f"{line.place} {line.message}"[:90],
+        )
+    return table
+
+
+def _count(outcomes: Outcomes) -> str:
+    results = [outcome.result for outcome in outcomes.values()]
+    return ", ".join(f"{results.count(result)} {result}" for result in sorted({*results}))
+
+
+def _write_report(release: str, verdicts: list[Verdict]) -> None:
+    REPORTS.mkdir(exist_ok=True)
+    report = {
+        "release": release,
+        "patch_set": project().version,
+        "fixes": {verdict.fix: _as_json(verdict) for verdict in verdicts},
+    }
+    path = REPORTS / f"regressions-{release}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def _as_json(verdict: Verdict) -> dict[str, object]:
+    document = asdict(verdict)
+    del document["fix"], document["alone"]
+    document["flips_alone"] = not any("alone" in fault for fault in verdict.faults)
+    return document
+
+
+if __name__ == "__main__":
+    entry(main)
