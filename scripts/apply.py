@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.digest import sha256
-from scripts.errors import CheckFailedError, KvfixError, TouchedFileDiffersError, UsageError
+from scripts.errors import KvfixError, TouchedFileDiffersError, UsageError
 from scripts.fixes import Registry, load_registry
 from scripts.index import fetch
 from scripts.lock import LockedRelease, locked_release
@@ -56,15 +56,6 @@ def build_wheel(
         folder.mkdir(parents=True, exist_ok=True)
         write_wheel(
             source, target, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
-        )
-        with WheelReader(target) as result:
-            faults = verify_record(result, plan.written(source))
-    if faults:
-        target.unlink()
-        raise CheckFailedError(
-            f"{target.name} is not as it should be: " + "; ".join(faults),
-            expected="a wheel whose RECORD is right to the last row",
-            next_step="report this: it is a defect of kvfix",
         )
     return target, plan, True
 

@@ -18,8 +18,9 @@ _MODE = 0o644  # said outright, so that the result does not depend on the caller
 def replacing(target: Path) -> Iterator[BinaryIO]:
     """Yield an empty file that takes the place of `target` when the block ends well.
 
-    Its `name` is its path. It lies beside `target`, for only within one file system is the rename atomic. It goes
-    away when the block raises; what a killed process has left is removed by the next one.
+    Its `name` is its path. It lies beside `target`, for only within one file system is the rename
+    atomic. It goes away when the block raises; what a killed process has left is removed by the
+    next one.
 
     Raises:
         OSError: The folder cannot be written, or is full; `target` is as it was.

@@ -82,13 +82,18 @@ def _start(release: str, fix_id: str) -> None:
     patches = list(load_series(line).patches)
     ids = [patch.fix_id for patch in patches]
     count = ids.index(fix_id) + 1 if fix_id in ids else len(ids)
-    repository = release_repository(release, WORKTREE, registry)
-    commits = ["HEAD", *commit_hooks(repository, "HEAD", patches[:count], registry)]
-    repository.run("reset", "--quiet", "--hard", commits[-1])
-    # What is edited shows as an uncommitted change against everything that comes before it.
-    parent = commits[-2] if fix_id in ids else commits[-1]
-    repository.run("reset", "--quiet", "--soft", parent)
-    _STATE.write_text(json.dumps({"line": line, "fix": fix_id}), encoding="utf-8")
+    try:
+        repository = release_repository(release, WORKTREE, registry)
+        stock = f"v{release}"
+        commits = [stock, *commit_hooks(repository, stock, patches[:count], registry)]
+        repository.run("reset", "--quiet", "--hard", commits[-1])
+        # What is edited shows as an uncommitted change against everything that comes before it.
+        parent = commits[-2] if fix_id in ids else commits[-1]
+        repository.run("reset", "--quiet", "--soft", parent)
+        _STATE.write_text(json.dumps({"line": line, "fix": fix_id}), encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(WORKTREE, ignore_errors=True)
+        raise
     where = WORKTREE.relative_to(ROOT)
     out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
 
@@ -118,7 +123,15 @@ def _finish() -> None:
     line, registry = state["line"], load_registry()
     fix = registry.fixes[state["fix"]]
     repository = Repository(WORKTREE)
-    changed = repository.run("diff", "HEAD", "--name-only", "--", "vllm").splitlines()
+    repository.run("add", "--all", "--", "*.py")
+    rows = repository.run("diff", "HEAD", "--name-status", "--", "vllm").splitlines()
+    changed = [row.partition("\t")[2] for row in rows]
+    if others := [row for row in rows if not row.startswith("M\t")]:
+        raise UsageError(
+            f"the worktree has files that are new, gone or of another kind: {', '.join(others)}",
+            expected="changes inside of files that the release has",
+            next_step="put new code into vllm_overlay/, and the release's files back",
+        )
     if not changed:
         raise UsageError(
             f"the worktree changes nothing, so fix {fix.id} would have an empty patch",

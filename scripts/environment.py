@@ -12,8 +12,6 @@ import shutil
 import sys
 from pathlib import Path
 
-from packaging.version import Version
-
 from scripts.index import fetch
 from scripts.lock import locked_release
 from scripts.overlay import PACKAGE
@@ -76,11 +74,6 @@ class Environment:
         """Return the folder that holds the `vllm` package."""
         result = run([self.python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"])
         return Path(result.stdout.strip())
-
-    def installed_version(self) -> Version:
-        """Return the version of the installed vLLM as its metadata states it."""
-        code = "from importlib.metadata import version; print(version('vllm'))"
-        return Version(run([self.python, "-c", code]).stdout.strip())
 
     def shadow(self, folder: Path, changed: dict[str, bytes]) -> Path:
         """Make a copy of the installed `vllm` package with some files changed.

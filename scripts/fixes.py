@@ -20,6 +20,7 @@ from scripts.project import PATCHES, read_toml
 
 REGISTRY = PATCHES / "fixes.toml"
 STATUSES = ("Backport", "Pending", "Submitted", "Inappropriate")
+_ID = re.compile(r"[A-Z]?\d+")
 _PARAGRAPHS = {"symptom", "cause", "change", "risk"}
 _PERSON = re.compile(r"[^<>\n]+ <[^<>\s]*>")
 _PULL_REQUEST = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
@@ -27,9 +28,9 @@ _PULL_REQUEST = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
 
 @dataclass(frozen=True)
 class UpstreamTest:
-    """A test of the release itself that rightly fails once the fix is in, and why."""
+    """A test of some releases' own that rightly fails once the fix is in, and why."""
 
-    release: str
+    releases: str  # a PEP 440 specifier
     test: str
     reason: str
 
@@ -178,9 +179,12 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     texts = {field for field, kind in kinds.items() if kind is str}
     empty = {"upstream_pr", "fixed_in"}
     faults += [f"fix {name}: {f} is empty" for f in sorted(texts - empty) if not getattr(fix, f)]
-    # A trailer that goes on in the next line would be cut there.
-    for field in sorted(texts - _PARAGRAPHS):
-        faults += [f"fix {name}: {field} is not one line"] * ("\n" in getattr(fix, field).strip())
+    # They become trailers, which end with their line.
+    lines = {field: getattr(fix, field) for field in sorted(texts - _PARAGRAPHS)}
+    lines.update((f"tests[{n}]", test) for n, test in enumerate(fix.tests))
+    faults += [f"fix {name}: {f} is not one line" for f, line in lines.items() if "\n" in line]
+    if not _ID.fullmatch(fix.id):
+        faults.append(f"fix {name}: id is no number with, at most, a capital letter before it")
     if fix.upstream_status not in STATUSES:
         faults.append(f"fix {name}: upstream-status is none of {', '.join(STATUSES)}")
     if fix.upstream_pr and not fix.upstream_url:

@@ -107,7 +107,12 @@ class Repository:
         try:
             output = Git(self.path).execute(
                 ["git", *options, *arguments],
-                env={"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", **(env or {})},
+                env={
+                    "LC_ALL": "C",
+                    "GIT_OPTIONAL_LOCKS": "0",
+                    "GIT_TERMINAL_PROMPT": "0",
+                    **(env or {}),
+                },
                 strip_newline_in_stdout=False,
                 stdout_as_string=False,
             )
@@ -118,7 +123,7 @@ class Repository:
                 next_step="install git, then run the same command",
             ) from error
         except GitCommandError as error:
-            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ")
+            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ").strip("'")
             raise GitError(
                 f"git {arguments[0]} failed in {self.path}: {words}",
                 expected="a repository that git can work in",

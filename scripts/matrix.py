@@ -64,6 +64,6 @@ def _details(registry: Registry, held: dict[str, set[str]]) -> str:
         )
         for test in fix.upstream_tests:
             parts.append(
-                f"Upstream's own `{test.test}` of {test.release} fails with it: {test.reason}\n"
+                f"Upstream's own `{test.test}` ({test.releases}) fails with it: {test.reason}.\n"
             )
     return "\n".join(parts)

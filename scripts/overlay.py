@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Mapping
+from io import StringIO
 from pathlib import Path
 from pprint import pformat
 
@@ -63,11 +64,13 @@ def imported_by_hooks(patch: Patch) -> list[str]:
 def _import_statements(lines: Iterable[str]) -> str:
     """Keep the import statements among added lines, which need not parse as a whole."""
     kept: list[str] = []
-    inside = False
-    for line in (line.strip() for line in lines):
-        if inside or line.startswith(("import ", "from ")):
+    statement = ""  # as far as it goes on in the next line
+    for line in (line.partition("#")[0].strip() for line in lines):
+        if statement or line.startswith(("import ", "from ")):
             kept.append(line)
-            inside = ")" not in line and (inside or "(" in line)
+            statement += line
+            if statement.count("(") == statement.count(")") and not line.endswith("\\"):
+                statement = ""
     return "\n".join(kept)
 
 
@@ -112,9 +115,11 @@ def stamp(text: str, fix_ids: Iterable[str]) -> str:
     The line is written when patches are applied and stands in none of them: two fixes for one
     file would otherwise have to change the same line, and neither would apply without the other.
     """
-    lines = [line for line in text.splitlines(keepends=True) if not line.startswith(_NOTICE)]
+    lines = [line for line in StringIO(text) if not line.startswith(_NOTICE)]
     at = next((n for n, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "".join([*lines[:at], f"{_NOTICE}{', '.join(fix_ids)}\n", *lines[at:]])
+    top = "".join(lines[:at])
+    top += "\n" if top and not top.endswith("\n") else ""
+    return "".join([top, f"{_NOTICE}{', '.join(fix_ids)}\n", *lines[at:]])
 
 
 def stamp_all(texts: Mapping[str, str], patches: Iterable[Patch]) -> dict[str, str]:

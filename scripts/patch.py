@@ -18,6 +18,7 @@ from pathlib import Path
 from unidiff.constants import DEV_NULL, LINE_TYPE_NO_NEWLINE
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import Hunk as ParsedHunk
+from unidiff.patch import Line as ParsedLine
 from unidiff.patch import PatchSet
 
 from scripts.errors import PatchDoesNotApplyError, RegistryError
@@ -126,7 +127,7 @@ def read_patch(path: Path) -> Patch:
 
 
 def _hunk(hunk: ParsedHunk) -> Hunk:
-    lines = []
+    lines: list[ParsedLine] = []
     for line in hunk:
         if line.line_type == LINE_TYPE_NO_NEWLINE:  # speaks of the line above it
             lines[-1].value = lines[-1].value.removesuffix("\n")

@@ -8,8 +8,9 @@ with that fix alone (and what it depends on). A fix passes only if
 - each passes on the patched wheel;
 - alone, it turns its own tests and those of what it depends on, and nobody else's.
 
-Where the registry says that a release does not have the defect, the tests have to pass on stock.
-A test that errors or is skipped proves nothing and fails the session.
+A release also has to answer the handshake with one hash, stock or patched, for a fleet is rolled
+engine by engine. Where the registry says that a release does not have the defect, the tests have
+to pass on stock. A test that errors or is skipped proves nothing and fails the session.
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ import argparse
 import json
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
 
 from rich.table import Table
 
 from scripts.apply import patched_wheel
-from scripts.environment import Environment
+from scripts.environment import Environment, stage
 from scripts.errors import CheckFailedError, UsageError
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
 from scripts.overlay import overlay_files, stamp_all
 from scripts.patch import apply_patches
+from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
 from scripts.pytest_run import Outcome, run_pytest
 from scripts.series import Series, load_series
@@ -47,6 +50,23 @@ class Verdict:
     patched: Outcomes
     alone: Outcomes = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
+
+
+class Identity(NamedTuple):
+    """What an installed wheel says to a peer: its version, and the hash of its handshake."""
+
+    version: str
+    handshake: str
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the runs say of one release; `faults` are those that belong to no single fix."""
+
+    release: str
+    verdicts: list[Verdict]
+    identities: dict[str, Identity]
+    faults: list[str]
 
 
 def main() -> None:
@@ -69,10 +89,11 @@ def main() -> None:
     wanted = options.fix or list(registry.fixes)
     faults: list[str] = []
     for release in map(supported_release, options.release):
-        verdicts = prove(release, [registry.fixes[fix_id] for fix_id in wanted], registry)
-        out.print(_table(release, verdicts))
-        _write_report(release, verdicts)
-        faults += [f"{release}: {fault}" for verdict in verdicts for fault in verdict.faults]
+        proof = prove(release, [registry.fixes[fix_id] for fix_id in wanted], registry)
+        out.print(_table(proof))
+        _write_report(proof)
+        of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
+        faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
     if faults:
@@ -83,32 +104,59 @@ def main() -> None:
         )
 
 
-def prove(release: str, fixes: list[Fix], registry: Registry) -> list[Verdict]:
-    """Run all sides of `release` and return the verdict on each of `fixes`."""
+def prove(release: str, fixes: list[Fix], registry: Registry) -> Proof:
+    """Run all sides of `release` and return what they say of `fixes`."""
     series = load_series(locked_release(release).line)
     environment = Environment(release).make()
     paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
-    err.print(f"{release}: stock ...")
-    environment.install(environment.stock)
-    stock = run_pytest(environment, paths)
-    err.print(f"{release}: patched ...")
-    environment.install(patched_wheel(release))
-    patched = run_pytest(environment, paths)
+    wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
+    sides: dict[str, Outcomes] = {}
+    identities: dict[str, Identity] = {}
+    for side, wheel in wheels.items():
+        err.print(f"{release}: {side} ...")
+        environment.install(wheel)
+        sides[side] = run_pytest(environment, paths)
+        identities[side] = _identity(environment)
     environment.install(environment.stock)
     verdicts = []
     for fix in fixes:
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
-            stock=_of(fix, stock),
-            patched=_of(fix, patched),
+            stock=_of(fix, sides["stock"]),
+            patched=_of(fix, sides["patched"]),
         )
         if fix.id in series.fix_ids:
             err.print(f"{release}: {fix.id} alone ...")
             verdict.alone = _alone(environment, series, fix, registry, paths)
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
-    return verdicts
+    return Proof(release, verdicts, identities, list(_split(identities, registry, series)))
+
+
+def _identity(environment: Environment) -> Identity:
+    """Ask the installed vLLM for its version and for the hash that its handshake compares."""
+    result = run(
+        [environment.python, "-W", "ignore", "-m", "tests.handshake_hash"],
+        cwd=stage(),
+        env={"PYTHONDONTWRITEBYTECODE": "1"},
+        timeout=300,
+    )
+    version, handshake = result.stdout.splitlines()[-1].split()
+    return Identity(version, handshake)
+
+
+def _split(identities: dict[str, Identity], registry: Registry, series: Series) -> Iterator[str]:
+    """Yield what would keep stock and patched engines of one fleet apart, or mix them up."""
+    stock, patched = identities["stock"], identities["patched"]
+    if stock.version == patched.version:
+        yield f"the stock and the patched wheel both call themselves {stock.version}"
+    changes = [i for i in series.fix_ids if registry.fixes[i].wire_compat != "none"]
+    if (stock.handshake == patched.handshake) == bool(changes):
+        yield (
+            f"handshake hashes: stock {stock.handshake}, patched {patched.handshake}; "
+            f"fixes that change the wire: {', '.join(changes) or 'none'}"
+        )
 
 
 def _alone(
@@ -156,9 +204,10 @@ def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str) -> Iterator[
             yield f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
 
 
-def _table(release: str, verdicts: list[Verdict]) -> Table:
-    table = Table("fix", "stock", "patched", "alone", "seen on stock", title=f"vLLM {release}")
-    for verdict in verdicts:
+def _table(proof: Proof) -> Table:
+    title = f"vLLM {proof.release}"
+    table = Table("fix", "stock", "patched", "alone", "seen on stock", title=title)
+    for verdict in proof.verdicts:
         line = next((o for o in verdict.stock.values() if o.is_assertion), Outcome(""))
         table.add_row(
             verdict.fix,
@@ -175,14 +224,15 @@ def _count(outcomes: Outcomes) -> str:
     return ", ".join(f"{results.count(result)} {result}" for result in sorted({*results}))
 
 
-def _write_report(release: str, verdicts: list[Verdict]) -> None:
+def _write_report(proof: Proof) -> None:
     REPORTS.mkdir(exist_ok=True)
     report = {
-        "release": release,
+        "release": proof.release,
         "patch_set": project().version,
-        "fixes": {verdict.fix: _as_json(verdict) for verdict in verdicts},
+        "identities": {side: one._asdict() for side, one in proof.identities.items()},
+        "fixes": {verdict.fix: _as_json(verdict) for verdict in proof.verdicts},
     }
-    path = REPORTS / f"regressions-{release}.json"
+    path = REPORTS / f"regressions-{proof.release}.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

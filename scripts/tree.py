@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
@@ -57,11 +56,15 @@ def apply_to_tree(
     carried: set[str] = set()
     offsets: list[Offset] = []
     stamped: dict[str, list[str]] = {}
+    texts: dict[str, str] = {}  # without the notices, which would move the hunks of later patches
+    stock = head
     for number, patch in enumerate(series.patches):
-        texts, moved = apply_patches([patch], partial(_read, repository, head))
+        before = {path: texts.get(path) or _read(repository, stock, path) for path in patch.files}
+        after, moved = apply_patches([patch], before.__getitem__)
+        texts |= after
         offsets += moved
         files: dict[str, bytes] = {}
-        for path, text in texts.items():
+        for path, text in after.items():
             stamped.setdefault(path, []).append(patch.fix_id)
             files[path] = stamp(text, stamped[path]).encode()
         overlay = overlay_files(series.patches[: number + 1])

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from scripts.digest import sha256
 from scripts.errors import (
@@ -220,7 +220,7 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     sbom = verify(arguments.wheel, arguments.stock, _made_by_series)
-    table = Table("fix", "kind", "what is true with it", "upstream")
+    table = Table("fix", "kind", "what is true with it", Column("upstream", overflow="fold"))
     for fix in sbom.fixes:
         table.add_row(fix.id, fix.kind, escape(fix.title), fix.upstream_pr or "")
     out.print(table)

@@ -1,0 +1,103 @@
+"""A pytest plugin: vLLM without a GPU and without a model hub (``-p tests.vllm_cpu``).
+
+The published wheel is built for CUDA and finds no device on a machine without a GPU. The NIXL
+connector itself is plain Python, so its tests only need vLLM to believe that it runs on its own
+CPU platform, and that before any module asks for the platform. Loading this plugin does that.
+
+Also for every test of the session, unless the environment already says otherwise:
+
+- no model hub is asked (``HF_HUB_OFFLINE``);
+- vLLM's caches have a folder of their own for each installed vLLM, because releases that share
+  one read each other's model-registry entries (``VLLM_CACHE_ROOT``);
+- the NIXL side channel has a free port: the default one is easily taken by another run, and the
+  listener then waits for a minute before it gives up (``VLLM_NIXL_SIDE_CHANNEL_PORT``).
+
+pytest turns warnings into errors for our own code. What vLLM and its dependencies warn about
+while they are imported is theirs, so imports happen here, quietly; warnings that they raise at
+run time are ignored by the narrow filters of `THIRD_PARTY_WARNINGS`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import socket
+import tempfile
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytest
+
+THIRD_PARTY_WARNINGS = (
+    # A deprecation counts where it is attributed to our code, that is, where we call what is
+    # deprecated; what vLLM and its dependencies do among themselves is theirs to change.
+    r"ignore::DeprecationWarning:(?!vllm_overlay|tests)",
+    r"ignore::PendingDeprecationWarning:(?!vllm_overlay|tests)",
+    r"ignore::FutureWarning:torch(\.|$)",
+    # SWIG-built extension types (sentencepiece and others) warn without a module of their own.
+    r"ignore:builtin type .* has no __module__ attribute:DeprecationWarning",
+    # pytest-asyncio asks for a setting that pytest would reject where it is not installed.
+    r"ignore:The configuration option .asyncio_default_fixture_loop_scope. is unset",
+)
+"""Filters in pytest's ini syntax; each names whose warning it silences."""
+
+_MODULES = (
+    # What nearly every test needs. The attention-backend helpers are imported late by vLLM
+    # itself, so they are named here to be imported quietly.
+    "torch",
+    "vllm.config",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker",
+    "vllm.v1.attention.selector",
+)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    return port
+
+
+def _cache_root() -> str:
+    """A folder that belongs to this user and to the vLLM that would be imported."""
+    spec = importlib.util.find_spec("vllm")
+    origin = spec.origin if spec is not None and spec.origin is not None else "vllm"
+    key = hashlib.sha256(origin.encode()).hexdigest()[:12]
+    return str(Path(tempfile.gettempdir()) / f"kvfix-vllm-cache-{os.getuid()}-{key}")
+
+
+def prepare() -> None:
+    """Make this process run vLLM on its CPU platform; later calls change nothing.
+
+    Raises:
+        RuntimeError: vLLM has already settled for another platform.
+    """
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    os.environ.setdefault("VLLM_CACHE_ROOT", _cache_root())
+    os.environ.setdefault("VLLM_NIXL_SIDE_CHANNEL_PORT", str(_free_port()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        platforms: Any = importlib.import_module("vllm.platforms")
+        cpu: Any = importlib.import_module("vllm.platforms.cpu")
+        if platforms._current_platform is None:
+            platforms._current_platform = cpu.CpuPlatform()
+        elif not platforms._current_platform.is_cpu():
+            raise RuntimeError(
+                "vLLM was asked for its platform before tests.vllm_cpu was loaded: "
+                f"{platforms._current_platform!r}"
+            )
+        for name in _MODULES:
+            importlib.import_module(name)
+
+
+def pytest_load_initial_conftests(early_config: pytest.Config) -> None:
+    """Register the filters for warnings that are not about our code, before plugins start."""
+    for line in THIRD_PARTY_WARNINGS:
+        early_config.addinivalue_line("filterwarnings", line)
+
+
+prepare()
