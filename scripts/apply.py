@@ -54,9 +54,13 @@ def build_wheel(
         if target.is_file() and _is_done(source, target, plan):
             return target, plan, False
         folder.mkdir(parents=True, exist_ok=True)
-        write_wheel(
-            source, target, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
-        )
+        try:
+            write_wheel(
+                source, target, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
+            )
+        except OSError as error:
+            error.filename = error.filename or target  # a full disk does not say where
+            raise
     return target, plan, True
 
 

@@ -126,7 +126,7 @@ def _finish() -> None:
     repository.run("add", "--all", "--", "*.py")
     rows = repository.run("diff", "HEAD", "--name-status", "--", "vllm").splitlines()
     changed = [row.partition("\t")[2] for row in rows]
-    if others := [row for row in rows if not row.startswith("M\t")]:
+    if others := [row.replace("\t", " ") for row in rows if not row.startswith("M\t")]:
         raise UsageError(
             f"the worktree has files that are new, gone or of another kind: {', '.join(others)}",
             expected="changes inside of files that the release has",

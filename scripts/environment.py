@@ -7,6 +7,7 @@ differs between two runs comes from the wheel.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import sys
@@ -70,6 +71,18 @@ class Environment:
             installer = [self.python, "-m", "pip", "install", "--quiet"]
         run([*installer, *words], timeout=3600)
 
+    def variables(self, shadow: Path | None) -> dict[str, str]:
+        """Return the variables under which our tests, and the `vllm` of `shadow`, are imported.
+
+        Args:
+            shadow: A folder whose `vllm` hides the installed one; None for the installed one.
+        """
+        folders = [str(stage())] if shadow is None else [str(shadow), str(stage())]
+        # Byte code is kept even where the user's environment says no: without it each start of
+        # Python spends ten seconds on compiling what vLLM and torch import.
+        own = {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": ""}
+        return {**os.environ, **own}
+
     def site(self) -> Path:
         """Return the folder that holds the `vllm` package."""
         result = run([self.python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"])
@@ -87,12 +100,9 @@ class Environment:
         """
         shutil.rmtree(folder, ignore_errors=True)
         site = self.site()
-        ignored = shutil.ignore_patterns("__pycache__")
         for package in ("vllm", PACKAGE):
-            if (site / package).is_dir():
-                shutil.copytree(
-                    site / package, folder / package, copy_function=_link, ignore=ignored
-                )
+            if (site / package).is_dir():  # with its byte code, which a link leaves valid
+                shutil.copytree(site / package, folder / package, copy_function=_link)
         for path, data in changed.items():
             target = folder / path
             target.parent.mkdir(parents=True, exist_ok=True)

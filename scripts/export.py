@@ -50,7 +50,7 @@ def commit_hooks(
             repository.commit(
                 parent,
                 {path: text.encode() for path, text in texts.items()},
-                registry.message(registry.fixes[patch.fix_id]),
+                registry.message(registry.fix(patch.fix_id)),
                 author=registry.author,
                 date=DATE,
             )

@@ -85,6 +85,20 @@ class Registry:
     author: str
     fixes: dict[str, Fix]
 
+    def fix(self, fix_id: str) -> Fix:
+        """Return the fix that is called `fix_id`.
+
+        Raises:
+            RegistryError: There is none.
+        """
+        if fix_id not in self.fixes:
+            raise RegistryError(
+                f"{REGISTRY.name} has no fix {fix_id}, and a patch is for it",
+                expected="a [[fix]] table for each patch",
+                next_step=f"add it to patches/{REGISTRY.name}, then: nox -s lint",
+            )
+        return self.fixes[fix_id]
+
     def with_dependencies(self, ids: set[str]) -> set[str]:
         """Return `ids` and everything they depend on, directly or not."""
         closed: set[str] = set()

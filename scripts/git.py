@@ -38,8 +38,6 @@ _PINNED = {
     "diff.orderFile": os.devnull,
     "diff.renames": "false",
     "diff.srcPrefix": "a/",
-    "diff.statGraphWidth": "0",
-    "diff.statNameWidth": "0",
     "diff.suppressBlankEmpty": "false",
     "format.coverLetter": "false",
     "format.encodeEmailHeaders": "true",

@@ -70,7 +70,7 @@ def plan_wheel(
     replaced[VERSION_MODULE] = patched_version_module(
         source.read(VERSION_MODULE), source.version, version
     )
-    fixes = [registry.fixes[patch.fix_id] for patch in patches]
+    fixes = [registry.fix(patch.fix_id) for patch in patches]
     added = overlay_files(patches)
     added.update(map(provenance, fixes))
     made_from = {

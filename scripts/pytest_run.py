@@ -13,6 +13,7 @@ from scripts.proc import run
 from scripts.project import ROOT
 
 _PLUGIN = "tests.vllm_cpu"
+_WHOLE_RUN = (0, 1)  # exit codes of pytest when all that was collected has run
 
 
 @dataclass(frozen=True)
@@ -50,12 +51,15 @@ def run_pytest(
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        words = ["-q", "--report-log", str(log), *(str(ROOT / path) for path in paths)]
+        # A file that cannot be collected must not keep the others from running.
+        options = ["-q", "--continue-on-collection-errors", "--report-log", str(log)]
+        words = [*options, *(str(ROOT / path) for path in paths)]
         result = start_pytest(environment, words, shadow=shadow, timeout=timeout)
         outcomes = _outcomes(log) if log.is_file() else {}
-    if not outcomes:
-        said = (result.stdout + result.stderr).strip()
-        outcomes[",".join(paths)] = Outcome("error", "", said[-2000:] or "pytest said nothing")
+    if result.returncode not in _WHOLE_RUN or not outcomes:
+        said = (result.stdout + result.stderr).strip()[-2000:]
+        message = f"pytest ended with {result.returncode}: {said}"
+        outcomes.update((path, Outcome("error", "", message)) for path in paths)
     return outcomes
 
 
@@ -68,15 +72,13 @@ def start_pytest(
     stream: bool = False,
 ) -> CompletedProcess[str]:
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
-    staged = stage()
-    import_path = [str(staged)] if shadow is None else [str(shadow), str(staged)]
     return run(
         [
             environment.python, "-m", "pytest", "-p", _PLUGIN, "-p", "no:cacheprovider",
             "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
         ],
-        cwd=staged,
-        env={"PYTHONPATH": ":".join(import_path), "PYTHONDONTWRITEBYTECODE": "1"},
+        cwd=stage(),
+        env=environment.variables(shadow),
         timeout=timeout,
         check=False,
         stream=stream,

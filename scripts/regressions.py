@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -118,6 +120,13 @@ def prove(release: str, fixes: list[Fix], registry: Registry) -> Proof:
         sides[side] = run_pytest(environment, paths)
         identities[side] = _identity(environment)
     environment.install(environment.stock)
+    patched_fixes = [fix for fix in fixes if fix.id in series.fix_ids]
+    # Two at a time: a run is one process on one core, and takes 1.5 GB.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        alone = pool.map(
+            lambda fix: _alone(environment, series, fix, registry, paths), patched_fixes
+        )
+        alone_by_fix = dict(zip((fix.id for fix in patched_fixes), alone, strict=True))
     verdicts = []
     for fix in fixes:
         verdict = Verdict(
@@ -125,10 +134,8 @@ def prove(release: str, fixes: list[Fix], registry: Registry) -> Proof:
             affected=fix.affects(release),
             stock=_of(fix, sides["stock"]),
             patched=_of(fix, sides["patched"]),
+            alone=alone_by_fix.get(fix.id, {}),
         )
-        if fix.id in series.fix_ids:
-            err.print(f"{release}: {fix.id} alone ...")
-            verdict.alone = _alone(environment, series, fix, registry, paths)
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
     return Proof(release, verdicts, identities, list(_split(identities, registry, series)))
@@ -139,7 +146,7 @@ def _identity(environment: Environment) -> Identity:
     result = run(
         [environment.python, "-W", "ignore", "-m", "tests.handshake_hash"],
         cwd=stage(),
-        env={"PYTHONDONTWRITEBYTECODE": "1"},
+        env=environment.variables(None),
         timeout=300,
     )
     version, handshake = result.stdout.splitlines()[-1].split()
@@ -162,12 +169,16 @@ def _split(identities: dict[str, Identity], registry: Registry, series: Series) 
 def _alone(
     environment: Environment, series: Series, fix: Fix, registry: Registry, paths: list[str]
 ) -> Outcomes:
+    err.print(f"{environment.release}: {fix.id} alone ...")
     patches = series.only([fix.id], registry)
     texts, _ = apply_patches(patches, lambda path: read_source(environment.release, path))
     changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
-    folder = ROOT / ".nox" / f"alone-{environment.release}"
-    shadow = environment.shadow(folder, {**changed, **overlay_files(patches)})
-    return run_pytest(environment, paths, shadow=shadow)
+    folder = ROOT / ".nox" / f"alone-{environment.release}-{fix.id}"
+    try:
+        shadow = environment.shadow(folder, {**changed, **overlay_files(patches)})
+        return run_pytest(environment, paths, shadow=shadow)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _of(fix: Fix, outcomes: Outcomes) -> Outcomes:
@@ -175,10 +186,20 @@ def _of(fix: Fix, outcomes: Outcomes) -> Outcomes:
 
 
 def _belongs(node: str, fix: Fix) -> bool:
-    return any(node == test or node.startswith((f"{test}::", f"{test}[")) for test in fix.tests)
+    return any(_is_of(node, test) for test in fix.tests)
+
+
+def _is_of(node: str, test: str) -> bool:
+    return node == test or node.startswith((f"{test}::", f"{test}["))
 
 
 def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:
+    for test in registry.fixes[verdict.fix].tests:
+        for side, outcomes in (("stock", verdict.stock), ("patched", verdict.patched)):
+            if not any(_is_of(node, test) for node in outcomes):
+                yield f"{verdict.fix}, {side}: {test} did not run"
+    for node in sorted(verdict.stock.keys() ^ verdict.patched.keys()):
+        yield f"{verdict.fix}: {node} ran on one side only"
     expected_on_stock = "failed" if verdict.affected else "passed"
     yield from _unlike(verdict.fix, "stock", verdict.stock, expected_on_stock)
     yield from _unlike(verdict.fix, "patched", verdict.patched, "passed")

@@ -18,8 +18,18 @@ out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
 _INTERRUPTED = 130  # 128 + SIGINT, what shells report for Ctrl-C
-_FULL = {errno.ENOSPC: "no space left", errno.EDQUOT: "quota exceeded"}
-_CLOSED = {errno.EROFS: "read-only file system", errno.EACCES: "permission denied"}
+_STORAGE = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "quota exceeded",
+    errno.EFBIG: "larger than this system lets a file become",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.ENOTDIR: "a file lies where a folder should",
+    errno.EEXIST: "a file lies where a folder should",
+    errno.EISDIR: "a folder lies where a file should",
+    errno.EIO: "the device fails",
+}
 
 
 def entry(main: Callable[[], None]) -> NoReturn:
@@ -45,7 +55,7 @@ def entry(main: Callable[[], None]) -> NoReturn:
 
 def storage_error(error: OSError) -> StorageError | None:
     """Return what a user can do about a failed write, or None where it is another error."""
-    reason = {**_FULL, **_CLOSED}.get(error.errno or 0)
+    reason = _STORAGE.get(error.errno or 0)
     if reason is None:
         return None
     where = os.fspath(error.filename) if error.filename is not None else "the target folder"
@@ -70,6 +80,9 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, TimeRemainingColumn(), console=err, transient=True) as bar:
+    shown = err.is_terminal  # elsewhere it would leave an empty line
+    with Progress(
+        *columns, TimeRemainingColumn(), console=err, transient=True, disable=not shown
+    ) as bar:
         task = bar.add_task(label, total=total)
         yield lambda count: bar.advance(task, count)

@@ -70,7 +70,7 @@ def apply_to_tree(
         overlay = overlay_files(series.patches[: number + 1])
         files.update((name, data) for name, data in overlay.items() if name not in carried)
         carried |= overlay.keys()
-        fix = registry.fixes[patch.fix_id]
+        fix = registry.fix(patch.fix_id)
         files.update([provenance(fix)])
         head = repository.commit(
             head, files, registry.message(fix), author=registry.author, date=date

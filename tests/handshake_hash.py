@@ -10,8 +10,21 @@ from tests import vllm_cpu
 vllm_cpu.prepare()
 
 import vllm  # noqa: E402 - the platform has to be settled first
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (  # noqa: E402
+    compute_nixl_compatibility_hash,
+)
 
 from tests.nixl_worker import make_worker  # noqa: E402
 
 if __name__ == "__main__":
-    print(vllm.__version__, make_worker().compat_hash)
+    worker = make_worker()
+    # Of all factors only the model's path differs from run to run: a temporary folder.
+    worker.model_config.model = "model"
+    topology = worker.transfer_topo
+    assert topology is not None
+    print(
+        vllm.__version__,
+        compute_nixl_compatibility_hash(
+            worker.vllm_config, worker.backend_name, topology.cross_layers_blocks
+        ),
+    )

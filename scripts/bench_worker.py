@@ -1,0 +1,154 @@
+"""The second half of `nox -s bench`: what the patched worker costs where nothing fails.
+
+Two processes, one on the stock files and one with the whole series, answer in turns how long a
+call takes; the figure is the median of the ratios of each turn. Beside it, what the overlay adds
+to the start of vLLM: the import time of every module that the stock one does not load.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.environment import Environment, stage
+from scripts.errors import CheckFailedError
+from scripts.lock import locked_release
+from scripts.overlay import overlay_files, stamp_all
+from scripts.patch import apply_patches
+from scripts.proc import run
+from scripts.project import ROOT
+from scripts.series import load_series
+from scripts.source import read_source
+
+_CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]
+_WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker"
+_IMPORT = re.compile(r"import time:\s+(?P<own>\d+) \|\s+\d+ \|\s+(?P<module>\S+)")
+
+
+@dataclass(frozen=True)
+class WorkerReport:
+    """What the patched worker costs.
+
+    Attributes:
+        patched_over_stock: by call and number of requests, the median ratio of times.
+        stock_microseconds: by the same, what a call takes on stock, so that ratios have a scale.
+        import_milliseconds: what the modules cost at start that stock does not load.
+    """
+
+    release: str
+    turns: int
+    patched_over_stock: dict[str, float]
+    stock_microseconds: dict[str, float]
+    import_milliseconds: float
+
+    def rows(self) -> dict[str, str]:
+        """Return what was measured, for a table."""
+        ratios = {
+            f"{call}, patched / stock": f"{ratio:.3f} of {self.stock_microseconds[call]} µs"
+            for call, ratio in self.patched_over_stock.items()
+        }
+        return {**ratios, "imports at start": f"{self.import_milliseconds} ms (5 at most)"}
+
+    @property
+    def is_within_limits(self) -> bool:
+        """Whether nothing costs more than kvfix promises."""
+        return max(self.patched_over_stock.values()) <= 1.03 and self.import_milliseconds <= 5
+
+
+def measure_worker(release: str, turns: int) -> WorkerReport:
+    """Measure stock and patched in turns, in the environment of `release`."""
+    environment = Environment(release).make()
+    environment.install(environment.stock)
+    patches = load_series(locked_release(release).line).patches
+    texts, _ = apply_patches(patches, lambda path: read_source(release, path))
+    changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
+    shadow = environment.shadow(
+        ROOT / ".nox" / f"bench-{release}", {**changed, **overlay_files(patches)}
+    )
+    times: dict[str, list[tuple[float, float]]] = {call: [] for call in _CALLS}
+    with ExitStack() as stack:
+        stock = stack.enter_context(_process(environment, None))
+        patched = stack.enter_context(_process(environment, shadow))
+        for call in _CALLS:  # warms both
+            _ask(stock, call), _ask(patched, call)
+        for turn in range(turns):
+            for call in _CALLS:
+                first, second = (stock, patched) if turn % 2 else (patched, stock)
+                answers = {id(first): _ask(first, call), id(second): _ask(second, call)}
+                times[call].append((answers[id(patched)], answers[id(stock)]))
+    return WorkerReport(
+        release=release,
+        turns=turns,
+        patched_over_stock={
+            call: round(statistics.median(p / s for p, s in pairs), 3)
+            for call, pairs in times.items()
+        },
+        stock_microseconds={
+            call: round(statistics.median(s for _, s in pairs) / 1000, 2)
+            for call, pairs in times.items()
+        },
+        import_milliseconds=_import_cost(environment, shadow),
+    )
+
+
+@contextmanager
+def _process(environment: Environment, shadow: Path | None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [environment.python, "-W", "ignore", "-m", "tests.hot_path"],
+        cwd=stage(),
+        env=environment.variables(shadow),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        while _line(process) != "ready":
+            pass  # vLLM logs to the same stream
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    line = process.stdout.readline() if process.stdout else ""
+    if not line:
+        raise CheckFailedError(
+            f"the measured process ended with {process.wait()}",
+            expected="an answer",
+            next_step="see what it printed above",
+        )
+    return line.strip()
+
+
+def _ask(process: subprocess.Popen[str], call: str) -> float:
+    if process.stdin:
+        process.stdin.write(f"{call}\n")
+        process.stdin.flush()
+    return float(_line(process))
+
+
+def _import_cost(environment: Environment, shadow: Path) -> float:
+    """Return milliseconds for the modules that only the patched worker imports, median of 3."""
+
+    def imported(folder: Path | None) -> dict[str, int]:
+        code = f"from tests import vllm_cpu; vllm_cpu.prepare(); import {_WORKER}"
+        result = run(
+            [environment.python, "-W", "ignore", "-X", "importtime", "-c", code],
+            cwd=stage(),
+            env=environment.variables(folder),
+            timeout=300,
+        )
+        return {match["module"]: int(match["own"]) for match in _IMPORT.finditer(result.stderr)}
+
+    stock = imported(None).keys()
+    costs = [
+        sum(own for module, own in imported(shadow).items() if module not in stock)
+        for _ in range(3)
+    ]
+    return round(statistics.median(costs) / 1000, 2)
