@@ -34,6 +34,7 @@ _STORAGE = {
 
 def entry(main: Callable[[], None]) -> NoReturn:
     """Run one command and leave the process with its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # A TERM must unwind like Ctrl-C does, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:

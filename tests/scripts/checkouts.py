@@ -1,0 +1,175 @@
+"""A copy of the tools with a small vLLM to work on, and a lock, patches and cache of its own."""
+
+from __future__ import annotations
+
+import compileall
+import hashlib
+import io
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import tomli_w
+
+from scripts.fixes import Fix, Registry
+from scripts.project import ROOT
+from scripts.wheel_version import VERSION_MODULE
+from tests.scripts import toys
+from tests.scripts.wheels import VERSION_TEXT, with_metadata, zip_bytes
+
+MACHINE = platform.machine()
+TAGS = f"cp38-abi3-manylinux_2_17_{MACHINE}"
+NATIVE = "vllm/_C.abi3.so"
+
+
+def version_module(version: str) -> bytes:
+    """Return `vllm/_version.py` as a build makes it."""
+    public, _, local = version.partition("+")
+    numbers = (*map(int, public.split(".")), *filter(None, [local]))
+    return VERSION_TEXT.format(version=version, numbers=numbers).encode()
+
+
+def noise(size: int) -> bytes:
+    """Return bytes that look like native code and cannot be compressed."""
+    return b"\x7fELF" + random.Random(size).randbytes(size)  # noqa: S311
+
+
+def wheel_bytes(
+    texts: Mapping[str, str], *, version: str = "0.20.2", name: str = "vllm", native: int = 100_000
+) -> bytes:
+    """Return a wheel with these files, `vllm/_version.py` and native code."""
+    files = {path: text.encode() for path, text in texts.items() if path.startswith("vllm/")}
+    files |= {VERSION_MODULE: version_module(version), NATIVE: noise(native)}
+    return zip_bytes(with_metadata(files, version, name))
+
+
+def wheel_name(version: str = "0.20.2", name: str = "vllm") -> str:
+    """Return the name of a wheel for this machine."""
+    return f"{name.replace('-', '_')}-{version}-{TAGS}.whl"
+
+
+def sdist_bytes(texts: Mapping[str, str], version: str) -> bytes:
+    """Return a source archive with these files."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
+        for path, text in texts.items():
+            info = tarfile.TarInfo(f"vllm-{version}/{path}")
+            info.size = len(text.encode())
+            tar.addfile(info, io.BytesIO(text.encode()))
+    return buffer.getvalue()
+
+
+def registry_text(registry: Registry) -> str:
+    """Return `fixes.toml` for a registry."""
+
+    def table(fix: Fix) -> dict[str, object]:
+        values = {key.replace("_", "-"): value for key, value in vars(fix).items()}
+        del values["upstream-tests"]
+        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+
+    return tomli_w.dumps(
+        {"author": registry.author, "fix": [table(fix) for fix in registry.fixes.values()]}
+    )
+
+
+@dataclass
+class Checkout:
+    """The copy, in `folder`, and its cache."""
+
+    folder: Path
+    cache: Path
+
+    @property
+    def patches(self) -> Path:
+        return self.folder / "patches"
+
+    @property
+    def dist(self) -> Path:
+        return self.folder / "dist"
+
+    def lock(self, releases: Mapping[str, tuple[str, Mapping[str, bytes]]]) -> None:
+        """Pin releases, each with its line and its files, and put the files into the cache."""
+        tables = {}
+        for release, (line, files) in releases.items():
+            hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
+            tables[release] = {"line": line, "files": hashes}
+            for name, data in files.items():
+                path = self.cache / "files" / hashes[name] / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        (self.patches / "upstream.lock").write_text(tomli_w.dumps(tables))
+
+    def command(self, tool: str, *words: str | Path) -> list[str]:
+        return [sys.executable, "-W", "error", "-m", f"scripts.{tool}", *map(str, words)]
+
+    def environment(self, **variables: str) -> dict[str, str]:
+        """Return the environment of a user of whom nothing is known, and who has no network."""
+        hidden = ("PIP_", "UV_", "KVFIX_", "GIT_", "PYTEST_")
+        kept = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        settings = {
+            "KVFIX_CACHE": str(self.cache),
+            "PIP_INDEX_URL": "http://127.0.0.1:9/simple",
+            "PIP_CONFIG_FILE": os.devnull,
+            "UV_NO_CONFIG": "1",
+            "PYTHONPATH": str(self.folder),
+        }
+        return {**kept, **settings, **variables}
+
+    def run(
+        self,
+        tool: str,
+        *words: str | Path,
+        prefix: Sequence[str] = (),
+        umask: int = -1,
+        preexec_fn: Callable[[], None] | None = None,
+        **variables: str,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run one of the tools as a user would, and return its end."""
+        return subprocess.run(
+            [*prefix, *self.command(tool, *words)],
+            cwd=self.folder,
+            env=self.environment(**variables),
+            capture_output=True,
+            text=True,
+            check=False,
+            umask=umask,
+            preexec_fn=preexec_fn,
+            timeout=120,
+        )
+
+
+def tools(folder: Path) -> Checkout:
+    """Return a copy of the tools and of the overlay, without patches, and an empty cache."""
+    checkout = Checkout(folder / "kvfix", folder / "cache")
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("scripts", "vllm_overlay"):
+        shutil.copytree(ROOT / name, checkout.folder / name, ignore=ignored)
+    shutil.copy(ROOT / "pyproject.toml", checkout.folder)
+    checkout.patches.mkdir()
+    compileall.compile_dir(checkout.folder / "scripts", quiet=2)  # once, not in every test
+    return checkout
+
+
+def small(folder: Path) -> Checkout:
+    """Return a copy whose series is that of `toys`, for a small 0.20.2."""
+    checkout = tools(folder)
+    line = checkout.patches / "v0.20"
+    line.mkdir()
+    names = [patch.name for patch in toys.series(folder).patches]
+    for name in names:
+        shutil.copy(folder / name, line)
+    (line / "series").write_text("".join(f"{name}\n" for name in names))
+    (checkout.patches / "fixes.toml").write_text(registry_text(toys.REGISTRY), encoding="utf-8")
+    files = {
+        "vllm-0.20.2.tar.gz": sdist_bytes(toys.FILES, "0.20.2"),
+        wheel_name(): wheel_bytes(toys.FILES),
+    }
+    checkout.lock({"0.20.2": ("v0.20", files)})
+    return checkout
