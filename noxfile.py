@@ -77,6 +77,12 @@ def regressions(session: nox.Session) -> None:
 
 
 @nox.session
+def soak(session: nox.Session) -> None:
+    """Drive the receive's state machine for 100,000 steps, stock and patched."""
+    tool(session, "soak")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure what `apply` costs, and what the patched worker costs where nothing fails."""
     tool(session, "bench", group="bench")

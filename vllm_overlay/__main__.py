@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import vllm_overlay
 
@@ -15,6 +16,12 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     as_json = parser.parse_args().json
     build, fixes = vllm_overlay.build(), vllm_overlay.fixes()
+    if not fixes:
+        # The folder that Python is started in comes before what is installed.
+        sys.exit(
+            f"{vllm_overlay.__file__} is the source of the patch set, not a patched vLLM; "
+            "ask from another folder"
+        )
     if as_json:
         print(json.dumps({"build": build, "fixes": fixes}, indent=2))
         return
