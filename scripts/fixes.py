@@ -19,6 +19,7 @@ from scripts.errors import RegistryError
 from scripts.project import PATCHES, read_toml
 
 REGISTRY = PATCHES / "fixes.toml"
+WIRE = ("none", "compatible: ", "breaks: ")
 STATUSES = ("Backport", "Pending", "Submitted", "Inappropriate")
 _ID = re.compile(r"[A-Z]?\d+")
 _PARAGRAPHS = {"symptom", "cause", "change", "risk"}
@@ -41,6 +42,8 @@ class Fix:
 
     `applies_to` is a PEP 440 specifier over vLLM releases: those that have the defect.
     `fixed_in` is the first release that does not, or empty while none is proven.
+    `wire_compat` says what changes between engines: `none`, `compatible: ` and what stock peers
+    skip, or `breaks: ` and what they would misread; only then may the handshake's hash change.
     `tests` are pytest node ids that fail on an affected stock release and pass on a patched one.
     """
 
@@ -201,6 +204,8 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
         faults.append(f"fix {name}: id is no number with, at most, a capital letter before it")
     if fix.upstream_status not in STATUSES:
         faults.append(f"fix {name}: upstream-status is none of {', '.join(STATUSES)}")
+    if fix.wire_compat != WIRE[0] and not fix.wire_compat.startswith(WIRE[1:]):
+        faults.append(f"fix {name}: wire-compat is not `none`, `compatible: …` or `breaks: …`")
     if fix.upstream_pr and not fix.upstream_url:
         faults.append(f"fix {name}: upstream-pr is not of the form owner/repository#number")
     try:

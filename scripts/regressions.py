@@ -158,11 +158,11 @@ def _split(identities: dict[str, Identity], registry: Registry, series: Series) 
     stock, patched = identities["stock"], identities["patched"]
     if stock.version == patched.version:
         yield f"the stock and the patched wheel both call themselves {stock.version}"
-    changes = [i for i in series.fix_ids if registry.fixes[i].wire_compat != "none"]
+    changes = [i for i in series.fix_ids if registry.fixes[i].wire_compat.startswith("breaks")]
     if (stock.handshake == patched.handshake) == bool(changes):
         yield (
             f"handshake hashes: stock {stock.handshake}, patched {patched.handshake}; "
-            f"fixes that change the wire: {', '.join(changes) or 'none'}"
+            f"fixes that break the wire: {', '.join(changes) or 'none'}"
         )
 
 

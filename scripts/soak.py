@@ -1,0 +1,46 @@
+"""`nox -s soak -- [RELEASE]`: the receive's state machine for 100,000 steps on the patched worker.
+
+The same machine first has to find the known race on the stock worker; a checker that finds
+nothing there would be worth nothing. Takes the release with the newest code, unless one is named.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from scripts.apply import patched_wheel
+from scripts.environment import Environment
+from scripts.errors import CheckFailedError
+from scripts.project import ROOT, project, supported_release
+from scripts.pytest_run import start_pytest
+from scripts.terminal import entry, err
+
+_TESTS = ROOT / "tests" / "soak" / "test_receive.py"
+_SIDES = {
+    "stock": "test_the_stock_worker_reports_while_a_read_is_in_flight",
+    "patched": "test_the_patched_worker_keeps_every_promise",
+}
+
+
+def main() -> None:
+    """Run both sides in one environment."""
+    release = supported_release(sys.argv[1] if sys.argv[1:] else project().releases[-1])
+    environment = Environment(release).make()
+    wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
+    failed = []
+    for side, test in _SIDES.items():
+        err.print(f"{release}: {side} ...")
+        environment.install(wheels[side])
+        result = start_pytest(environment, ["-s", f"{_TESTS}::{test}"], stream=True)
+        if result.returncode:
+            failed.append(side)
+    if failed:
+        raise CheckFailedError(
+            f"{release}: the machine says otherwise of {' and '.join(failed)}",
+            expected="the race found on stock, and nothing on patched",
+            next_step="read the steps that it printed above",
+        )
+
+
+if __name__ == "__main__":
+    entry(main)

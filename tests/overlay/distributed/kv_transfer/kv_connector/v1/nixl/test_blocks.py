@@ -1,0 +1,228 @@
+"""Block arithmetic: against a reference that maps tokens to kernel blocks, and rule by rule."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, event, given, settings
+from hypothesis import strategies as st
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+
+from tests.kv_landing import Deployment, Engines
+from tests.nixl_worker import GroupKind, make_worker, nixl_of, peer_metadata
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import blocks
+
+GROUPS: list[tuple[GroupKind, ...]] = [
+    ("full",),
+    ("full", "sliding"),
+    ("full", "mamba"),
+    ("mamba", "full", "full"),
+    ("full", "sliding", "mamba"),
+]
+RATIOS = st.integers(1, 8)
+# 0.20.x leaves the field out when it is not patched; from 0.21.0 on it is always there.
+CAN_BE_UNSTATED = any(
+    field.name == "physical_blocks_per_logical_kv_block"
+    and field.default is not dataclasses.MISSING
+    for field in dataclasses.fields(NixlAgentMetadata)
+)
+
+
+@st.composite
+def deployments(draw: st.DrawFn) -> Deployment:
+    groups = draw(st.sampled_from(GROUPS))
+    prefill = draw(RATIOS)
+    # Alike in a good part of the cases: those are the ones that are served.
+    decode = draw(st.sampled_from([prefill, prefill, *range(1, 9)]))
+    return Deployment(
+        prefill,
+        decode,
+        groups=groups,
+        kernel=draw(st.sampled_from([2, 4])),
+        split=draw(st.sampled_from([1, 1, 2, 3])) if groups == ("full",) else 1,
+        prefix_caching=draw(st.booleans()),
+        mla=draw(st.booleans()) if groups == ("full",) else False,
+    )
+
+
+@settings(
+    max_examples=150,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+@given(data=st.data(), deployment=deployments())
+def test_each_token_lands_in_its_place_or_the_peer_is_refused(
+    data: st.DataObject, deployment: Deployment
+) -> None:
+    engines = Engines(deployment, max_tokens=64)
+    try:
+        engines.connect()
+    except RuntimeError as refusal:
+        event("refused")
+        assert deployment.prefill_ratio != deployment.decode_ratio, refusal
+        assert "start" in str(refusal).lower() or "use the same" in str(refusal)
+        assert nixl_of(engines.decode).reads == []
+        return
+    tokens = data.draw(st.integers(1, 64), label="tokens")
+    # vLLM computes at least the last token itself, and a state is never part of a hit here.
+    most = (tokens - 1) // deployment.decode_block if deployment.prefix_caching else 0
+    hit = data.draw(st.integers(0, most), label="hit")
+    event(
+        f"served, {'one ratio' if deployment.prefill_ratio == deployment.decode_ratio else 'two'}"
+        f"{', with a hit' if hit else ''}"
+    )
+    assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
+    assert nixl_of(engines.decode).reads
+
+
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    ratio=st.integers(1, 3),
+    kernel=st.sampled_from([1, 2]),
+    split=st.integers(2, 4),
+    mla=st.booleans(),
+)
+def test_kernel_blocks_of_two_sizes_with_prefix_hits(
+    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
+) -> None:
+    deployment = Deployment(ratio, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla)
+    tokens = data.draw(st.integers(1, 64), label="tokens")
+    hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
+    event("with a hit" if hit else "without")
+    engines = Engines(deployment)
+    engines.connect()
+    assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
+
+
+class TestRemoteKernelBlockIds:
+    def test_states_keep_their_ids(self) -> None:
+        worker = make_worker(groups=("full", "mamba"), block_size=8, kernel_block_size=4)
+        assert worker._logical_to_remote_kernel_block_ids(([2, 0], [7]), 3) == [
+            [6, 7, 8, 0, 1, 2],
+            [7],
+        ]
+
+    def test_no_blocks(self) -> None:
+        worker = make_worker(groups=("full", "sliding"), block_size=8, kernel_block_size=4)
+        assert worker._logical_to_remote_kernel_block_ids([[], [1]], 2) == [[], [2, 3]]
+
+    def test_ratio_one_is_free(self) -> None:
+        ids = [[1, 2]]
+        assert make_worker()._logical_to_remote_kernel_block_ids(ids, 1) is ids
+
+
+class TestApplyPrefixCaching:
+    def test_group_fully_cached(self) -> None:
+        # An empty local group once meant "the last 0 blocks": all of them.
+        worker = make_worker(groups=("full", "sliding"))
+        assert worker._apply_prefix_caching([[4], []], [[1, 2], [3]], 1) == ([[4], []], [[2], []])
+
+    def test_arguments_stay_as_they_are(self) -> None:
+        local, remote = [[4]], [[1, 2]]
+        make_worker()._apply_prefix_caching(local, remote, 1)
+        assert (local, remote) == ([[4]], [[1, 2]])
+
+    @pytest.mark.parametrize(
+        ("groups", "local", "remote", "ratio"),
+        [
+            pytest.param(("full",), [[1, 2]], [[1]], 2, id="more local than remote"),
+            pytest.param(("full", "mamba"), [[1, 2], [3]], [[1, 2], [3, 4]], 2, id="states"),
+            pytest.param(("full", "mamba"), [[1, 2], [3]], [[1, 2, 3, 4, 5, 6], [3]], 3, id="far"),
+        ],
+    )
+    def test_no_one_prompt(
+        self,
+        groups: tuple[GroupKind, ...],
+        local: list[list[int]],
+        remote: list[list[int]],
+        ratio: int,
+    ) -> None:
+        worker = make_worker(groups=groups, block_size=8, kernel_block_size=4)
+        with pytest.raises(ValueError, match="do not hold the same prompt"):
+            worker._apply_prefix_caching(local, remote, ratio)
+
+
+class TestPairSmallerBlocks:
+    def test_nothing_to_read(self) -> None:
+        worker = make_worker()
+        local: list[list[list[int]]] = [[], [[]]]
+        for nothing in local:
+            assert blocks.pair_smaller_blocks(worker, nothing, [[1, 2]], 2) == ([], [[1, 2]])
+
+    def test_more_than_the_prompt(self) -> None:
+        with pytest.raises(ValueError, match="2 local blocks"):
+            blocks.pair_smaller_blocks(make_worker(), [[1, 2]], [[1, 2]], 2)
+
+
+class TestHandshake:
+    @pytest.mark.skipif(not CAN_BE_UNSTATED, reason="always stated on this release")
+    def test_stock_peer_of_a_plain_model_is_believed_with_a_warning(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engines = Engines(Deployment(2, 2, stated=False))
+        with caplog.at_level(logging.WARNING, "vllm"):
+            engines.connect()
+        assert "does not say how many kernel blocks" in caplog.text
+        assert engines.faults_of_a_prompt(21) == []
+
+    @pytest.mark.skipif(not CAN_BE_UNSTATED, reason="always stated on this release")
+    def test_stock_peer_whose_blocks_refute_our_ratio(self) -> None:
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        peer = peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=None, num_blocks=15)
+        with pytest.raises(RuntimeError, match="15 kernel blocks"):
+            worker.add_remote_agent(peer)
+
+    @pytest.mark.skipif(not CAN_BE_UNSTATED, reason="always stated on this release")
+    @pytest.mark.parametrize("ratio", [1, 2, 3])
+    def test_stock_hybrid_of_the_smallest_ratio_goes_on_working(self, ratio: int) -> None:
+        engines = Engines(Deployment(ratio, ratio, groups=("full", "mamba"), stated=False))
+        engines.connect()
+        assert engines.faults_of_a_prompt(21) == []
+
+    @pytest.mark.skipif(not CAN_BE_UNSTATED, reason="always stated on this release")
+    def test_stock_hybrid_whose_ratio_cannot_be_inferred(self) -> None:
+        engines = Engines(Deployment(4, 4, groups=("full", "mamba"), stated=False), state_tokens=8)
+        with pytest.raises(RuntimeError, match="cannot be inferred"):
+            engines.connect()
+        assert "P" not in engines.decode._physical_blocks_per_logical  # nothing is left behind
+
+    def test_stock_peer_understands_ours(self) -> None:
+        """A receiver that does not know the field drops it."""
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        payload = worker.xfer_handshake_metadata
+        assert payload is not None
+        field = "physical_blocks_per_logical_kv_block"
+        stock = dataclasses.make_dataclass(
+            "Stock",
+            [(f.name, f.type) for f in dataclasses.fields(NixlAgentMetadata) if f.name != field],
+        )
+        heard = msgspec.msgpack.Decoder(stock).decode(payload.agent_metadata_bytes)
+        assert heard.num_blocks == worker.num_blocks
+        assert msgspec.msgpack.decode(payload.agent_metadata_bytes)[field] == 2
+
+    @pytest.mark.parametrize("ratio", [0, -1, 3])
+    def test_ratio_that_cannot_be(self, ratio: int) -> None:
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        with pytest.raises(RuntimeError, match="no whole number of logical blocks"):
+            worker.add_remote_agent(
+                peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=ratio)
+            )
+
+    def test_engine_that_comes_back_with_another_ratio(self) -> None:
+        worker = make_worker(
+            groups=("full", "mamba"), block_size=8, kernel_block_size=4, prefix_caching=False
+        )
+        worker.add_remote_agent(peer_metadata(worker, "P"))
+        again = peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=4)
+        with pytest.raises(RuntimeError, match="came back with 4 instead of 2"):
+            worker.add_remote_agent(again)
+
+    def test_window_group_beside_states_needs_one_ratio(self) -> None:
+        engines = Engines(Deployment(2, 4, groups=("full", "sliding", "mamba")))
+        with pytest.raises(RuntimeError, match="SlidingWindowSpec"):
+            engines.connect()

@@ -1,0 +1,384 @@
+"""The receive of a request's KV: everything that can go wrong with it, in any order.
+
+The state machine (`tests.receive_machine`) drives a patched worker. A checker that finds nothing
+is worth something only if it finds what is there: each mutant below breaks one promise, and the
+same machine has to notice.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, Literal
+from unittest import mock
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+from vllm.v1.request import RequestStatus
+
+from tests.decode_engine import DecodeEngine
+from tests.nixl_worker import (
+    agent_name,
+    await_handshakes,
+    connect,
+    lives,
+    make_worker,
+    nixl_of,
+    raising,
+    receive,
+    register_peer,
+    script_handshake,
+    step,
+)
+from tests.receive_machine import explore
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
+    FailedReceive,
+    Receives,
+    ToldReceives,
+)
+
+STEPS = 2_000
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    """Thousands of expected failures need not be formatted."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_the_machine_finds_nothing() -> None:
+    assert explore(STEPS) >= STEPS
+
+
+# ---------------------------------------------------------------- mutants
+
+
+class ReportsAtOnce(ToldReceives):
+    """Upstream 0.22: reports a failure while other reads are in flight."""
+
+    def _is_over(self, req_id: str, failed: FailedReceive) -> bool:
+        return True
+
+
+class KeepsReading(ToldReceives):
+    def stopped(self, req_id: str, rank: int) -> bool:
+        return False
+
+
+class ReportsForever(ToldReceives):
+    def _report(self, req_id: str, failed: FailedReceive) -> None:
+        super()._report(req_id, failed)
+        self._failed[req_id] = failed
+
+
+class ForgetsToReport(ToldReceives):
+    def _is_over(self, req_id: str, failed: FailedReceive) -> bool:
+        return False
+
+
+class SparesABlock(ToldReceives):
+    def _blocks(self, meta: Any) -> Any:  # noqa: ANN401
+        return list(super()._blocks(meta))[1:]
+
+
+class FirstGroupOnly(ToldReceives):
+    def _blocks(self, meta: Any) -> Any:  # noqa: ANN401
+        return meta.local_block_ids[0]
+
+
+class ProcessesWhatFailed(ToldReceives):
+    def has_failed(self, req_id: str) -> bool:
+        return super().has_failed(req_id) and False
+
+
+class AwaitsTheEmpty(ToldReceives):
+    def _fail_before_reading(self, req_id: str, meta: Any) -> None:  # noqa: ANN401
+        self._worker._recving_metadata[req_id] = meta
+        Receives._fail_before_reading(self, req_id, meta)
+
+
+class RemembersTheEmpty(ToldReceives):
+    def asked_for(self, req_id: str, meta: Any) -> None:  # noqa: ANN401
+        self._worker._recving_metadata[req_id] = meta
+
+
+class FailsOnTheHandshakeThread(ToldReceives):
+    def handshake_failed(self, req_id: str, meta: Any, error: Exception) -> None:  # noqa: ANN401
+        self._fail_before_reading(req_id, meta)
+
+
+class TellsEveryRank(ToldReceives):
+    def _report(self, req_id: str, failed: FailedReceive) -> None:
+        failed.unread |= self._agents(failed.meta).keys()
+        super()._report(req_id, failed)
+
+
+class TellsNobody(ToldReceives):
+    def _report(self, req_id: str, failed: FailedReceive) -> None:
+        failed.unread.clear()
+        super()._report(req_id, failed)
+
+
+class TellsOnlyWhereAReadFailed(ToldReceives):
+    def stopped(self, req_id: str, rank: int) -> bool:
+        return req_id in self._failed
+
+
+class RaisesOnRelease(ToldReceives):
+    def release(self, handle: int) -> None:
+        self._worker.nixl_wrapper.release_xfer_handle(handle)
+
+
+class RaisesOnTelling(ToldReceives):
+    def tell(self, agent: str, notification: bytes, req_id: str) -> None:
+        self._worker.nixl_wrapper.send_notif(agent, notif_msg=notification)
+
+
+class ReadsAnyNotification(ToldReceives):
+    def _readable(self, notification: bytes, peer: str) -> bool:
+        return True
+
+
+class DropsNotifications(ToldReceives):
+    def notifications(self) -> Any:  # noqa: ANN401
+        return [sent for sent in super().notifications() if len(sent) == 1]
+
+
+class NeverReleases(ToldReceives):
+    def release(self, handle: int) -> None:
+        pass
+
+
+MUTANTS = [
+    ReportsAtOnce, KeepsReading, ReportsForever, ForgetsToReport, SparesABlock, FirstGroupOnly,
+    ProcessesWhatFailed, AwaitsTheEmpty, RemembersTheEmpty, FailsOnTheHandshakeThread,
+    TellsEveryRank, TellsNobody, TellsOnlyWhereAReadFailed, RaisesOnRelease, RaisesOnTelling,
+    ReadsAnyNotification, DropsNotifications, NeverReleases,
+]  # fmt: skip
+
+
+def with_receives(
+    receives: Callable[[NixlConnectorWorker], object],
+) -> Callable[[NixlConnectorWorker], None]:
+    def prepare(worker: NixlConnectorWorker) -> None:
+        vars(worker)["_receives"] = receives(worker)
+
+    return prepare
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_machine_finds_a_mutant(mutant: type[ToldReceives]) -> None:
+    with pytest.raises(AssertionError):
+        explore(STEPS, prepare=with_receives(mutant), shrink=False)
+
+
+# ---------------------------------------------------------------- single cases
+
+
+def break_off(engine_id: str, tp_size: int) -> dict[int, str]:
+    raise RuntimeError("timed out")
+
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "sliding")])
+def test_a_receive_without_blocks_leaves_nothing_behind(groups: Any) -> None:  # noqa: ANN401
+    worker = make_worker(groups=groups)
+    script_handshake(worker, break_off)
+    receive(worker, "a", local_blocks=[], remote_blocks=[[5] for _ in groups], engine_id="Q")
+    connect(worker, "P")
+    receive(worker, "b", local_blocks=[], remote_blocks=[[5] for _ in groups], engine_id="P")
+    await_handshakes(worker)
+    assert lives(step, worker) == (set(), set())
+    assert worker._recving_metadata == {}
+    assert nixl_of(worker).heard[agent_name("P", 0)] == [b"req-p:1"]
+    # What could not be told is counted.
+    assert worker.xfer_stats.data["num_failed_notifications"] == [1]
+
+
+def test_a_receive_without_blocks_is_not_mistaken_for_a_failing_one_of_the_same_id() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    receive(worker, "a", local_blocks=[[1, 2, 3]], remote_blocks=[[5]], remote_request_id="one")
+    receive(worker, "a", local_blocks=[], remote_request_id="other")
+    assert nixl_of(worker).heard[agent_name("P", 0)] == [b"other:1"]
+    assert lives(step, worker)[1] == {"a"}
+    assert nixl_of(worker).heard[agent_name("P", 0)] == [b"other:1", b"one:1"]
+
+
+def test_invalid_blocks_can_be_asked_for_before_the_finished_receives() -> None:
+    worker = make_worker()
+    script_handshake(worker, break_off)
+    receive(worker, "a", local_blocks=[[1, 2]])
+    await_handshakes(worker)
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert worker.get_finished()[1] == {"a"}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+def test_a_failed_handshake_crosses_even_if_it_cannot_be_logged() -> None:
+    worker = make_worker()
+    script_handshake(worker, break_off)
+    with mock.patch.object(worker, "_log_failure", raising(ValueError("no such field"))):
+        receive(worker, "a")
+        await_handshakes(worker)
+    assert lives(step, worker)[1] == {"a"}
+
+
+def test_p_hears_how_many_ranks_of_ours_there_are() -> None:
+    worker = make_worker(tp_size=2, tp_rank=1)
+    connect(worker, "P", tp_size=4)
+    receive(worker, tp_size=4)
+    nixl = nixl_of(worker)
+    nixl.fail(*nixl.reads)
+    step(worker)
+    heard = {agent_name("P", 2): [b"req-p:2"], agent_name("P", 3): [b"req-p:2"]}
+    assert {agent: words for agent, words in nixl.heard.items() if words} == heard
+
+
+def test_all_ranks_that_share_a_latent_cache_are_told_once_when_nothing_can_be_read() -> None:
+    worker = make_worker(mla=True)
+    connect(worker, "P", tp_size=4)
+    receive(worker, local_blocks=[[1, 2, 3]], remote_blocks=[[5]], tp_size=4)
+    step(worker)
+    step(worker)
+    heard = nixl_of(worker).heard
+    assert [heard[agent_name("P", rank)] for rank in range(4)] == [[b"req-p:1"]] * 4
+
+
+def test_a_rank_that_is_skipped_and_cannot_be_told_does_not_spoil_what_is_read() -> None:
+    worker = make_worker(mla=True)
+    connect(worker, "P", tp_size=4)
+    nixl = nixl_of(worker)
+    nixl.on["send_notif"] = raising(RuntimeError("gone"), lambda agent, _: agent.endswith("1"))
+    lives(receive, worker, tp_size=4)
+    nixl.finish(*nixl.reads)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert nixl.heard[agent_name("P", 3)] == [b"req-p:1"]
+    assert worker.xfer_stats.data["num_failed_notifications"] == [1]
+
+
+def test_an_id_that_is_no_text_fails_only_its_request() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    lives(receive, worker, "a", local_blocks=[[1, 2]], remote_request_id="half a pair: \ud800")
+    assert lives(step, worker)[1] == {"a"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+
+
+FAILURE_TYPES = {
+    "make_prepped_xfer": "transfer_setup_failed",
+    "transfer": "transfer_setup_failed",
+    "check_xfer_state": "transfer_exception",
+    "get_xfer_telemetry": "telemetry_failed",
+    "release_xfer_handle": "handle_release_failed",
+    "get_new_notifs": "notification_poll_failed",
+}
+
+
+@pytest.mark.parametrize("call", FAILURE_TYPES)
+def test_the_log_line_says_what_failed(call: str) -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    nixl = nixl_of(worker)
+    nixl.on[call] = raising(RuntimeError(call))
+    with mock.patch.object(worker, "_log_failure") as log:
+        receive(worker)
+        nixl.finish(*nixl.in_flight())
+        step(worker)
+    assert [entry.kwargs["failure_type"] for entry in log.call_args_list] == [FAILURE_TYPES[call]]
+    assert not worker.xfer_stats.is_empty()
+
+
+# ---------------------------------------------------------------- in an engine
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_no_block_is_reusable_while_a_read_may_write_into_it(
+    policy: Literal["recompute", "fail"],
+) -> None:
+    engine = DecodeEngine(policy=policy)
+    connect(engine.worker, "P", tp_size=2)
+    nixl = nixl_of(engine.worker)
+    nixl.on["transfer"] = raising(
+        RuntimeError("no route"), lambda _: nixl.reads[-1].agent == agent_name("P", 1)
+    )
+    engine.ask("a", range(40), [[5, 6, 7]], tp_size=2)
+    engine.step()
+    [in_flight] = nixl.in_flight()
+    blocks = engine.blocks_of("a")
+    for _ in range(3):
+        step = engine.step()
+        assert not step.computed
+        assert step.reusable.isdisjoint(blocks)
+    nixl.finish(in_flight)
+    steps = [engine.step() for _ in range(3)]
+    assert engine.scheduler.requests == {}
+    assert steps[-1].reusable >= blocks
+    computed = [s.computed["a"] for s in steps if s.computed][:1]
+    assert computed == ([(0, 40)] if policy == "recompute" else [])
+
+
+def test_a_request_that_is_aborted_while_its_read_fails_is_freed_after_the_read() -> None:
+    engine = DecodeEngine()
+    connect(engine.worker, "P")
+    nixl = nixl_of(engine.worker)
+    engine.ask("a", range(40), [[5, 6, 7]])
+    engine.step()
+    blocks = engine.blocks_of("a")
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    assert engine.step().reusable.isdisjoint(blocks)
+    nixl.fail(*nixl.in_flight())
+    assert engine.step().reusable >= blocks
+    assert engine.scheduler.requests == {}
+    assert nixl.heard[agent_name("P", 0)] == [b"a-at-p:1"]
+
+
+def test_a_request_that_is_aborted_before_its_handshake_fails_does_not_end_the_engine() -> None:
+    engine = DecodeEngine()
+    script_handshake(engine.worker, break_off)
+    engine.ask("a", range(40), [[5, 6, 7]])
+    engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    engine.ask("b", range(100, 120))
+    engine.step()
+    await_handshakes(engine.worker)
+    finished = [engine.step().finished for _ in range(3)]
+    assert {"b": "length"} in finished
+    assert engine.scheduler.requests == {}
+
+
+def test_a_prompt_that_is_here_already_survives_that_p_cannot_be_told() -> None:
+    engine = DecodeEngine()
+    script_handshake(engine.worker, break_off)
+    engine.ask("a", range(32))
+    while engine.scheduler.requests:
+        engine.step()
+    engine.ask("b", range(33), [[5, 6, 7]])
+    steps = [engine.step()]
+    await_handshakes(engine.worker)
+    steps += [engine.step() for _ in range(3)]
+    assert {"b": "length"} in [s.finished for s in steps]
+
+
+def test_peers_that_connect_do_not_disturb_those_that_cannot() -> None:
+    engine = DecodeEngine()
+
+    def some(engine_id: str, tp_size: int) -> dict[int, str]:
+        if engine_id == "Q":
+            raise RuntimeError("compatibility hash mismatch")
+        return register_peer(engine.worker, engine_id, tp_size)
+
+    script_handshake(engine.worker, some)
+    engine.ask("good", range(40), [[5, 6, 7]], engine_id="P")
+    engine.ask("lost", range(100, 140), [[5, 6, 7]], engine_id="Q")
+    steps = [engine.step()]
+    await_handshakes(engine.worker)
+    steps.append(engine.step())
+    nixl_of(engine.worker).finish(*nixl_of(engine.worker).in_flight())
+    steps += [engine.step() for _ in range(4)]
+    first: dict[str, tuple[int, int]] = {}
+    for one in steps:
+        first = one.computed | first
+    assert first == {"good": (39, 40), "lost": (0, 40)}
+    assert engine.scheduler.requests == {}

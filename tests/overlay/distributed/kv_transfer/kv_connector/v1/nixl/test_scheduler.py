@@ -1,0 +1,186 @@
+"""Parameters that lie, against a real scheduler and worker: no crash, no leak, P told if it can be.
+
+How single fields are judged is in test_params.py; what a user sees is in test_k04.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.idle_engine import IdleEngine
+from tests.lying_params import lying_params
+from tests.nixl_worker import GroupKind, connect, nixl_of
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    asks_for_blocks,
+    peer_problem,
+)
+
+PROMPT = range(40)
+GOOD: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "P",
+    "remote_request_id": "at-p",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+_names = (f"request-{i}" for i in itertools.count())
+
+
+@functools.cache
+def engine_of(groups: tuple[GroupKind, ...]) -> IdleEngine:
+    """One engine for all cases: a leak in one is seen in the next."""
+    engine = IdleEngine(groups=groups, num_blocks=64)
+    connect(engine.worker, "P")
+    return engine
+
+
+def handshakes(engine: IdleEngine) -> int:
+    """Engines that the worker knows or wants to know."""
+    return len(engine.worker._remote_agents) + len(engine.worker._handshake_futures)
+
+
+@pytest.mark.parametrize("groups", [("full",), ("full", "sliding")], ids=len)
+@settings(
+    max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_lie_hurts_the_engine(groups: tuple[GroupKind, ...], data: st.DataObject) -> None:
+    good = {**GOOD, "remote_block_ids": [[1, 2, 3]] * len(groups)}
+    params = data.draw(lying_params(good))
+    aborted = data.draw(st.booleans())
+    try:
+        play(engine_of(groups), params, aborted)
+    except BaseException:
+        engine_of.cache_clear()  # the next case is not to suffer from this one
+        raise
+
+
+def play(engine: IdleEngine, params: Any, aborted: bool) -> None:  # noqa: ANN401 - that is it
+    """One request's life."""
+    nixl = nixl_of(engine.worker)
+    nixl.heard.clear()
+    free = engine._reusable()
+    if isinstance(params, dict) and peer_problem(params) is None:
+        params["remote_engine_id"] = "P"  # others would have to be shaken hands with
+    name = next(_names)
+    # Each prompt of its own, so that none is found in the prefix cache.
+    engine.ask(name, [hash((name, i)) % 1000 for i in PROMPT])
+    told = (
+        isinstance(params, dict)
+        and bool(params.get("do_remote_prefill"))
+        and peer_problem(params) is None
+    )
+    engine.scheduler.requests[name].kv_transfer_params = params
+    if aborted:
+        engine.abort(name)
+    served = False
+    for _ in range(10):
+        if not engine.scheduler.has_requests():
+            break
+        served |= name in engine.step().finished
+        nixl.finish(*nixl.in_flight())
+    assert served or aborted, "it waits for ever"
+    if isinstance(params, dict) and params.get("do_remote_decode") is True:
+        nixl.inbox = {"reader": [f"{name}:1".encode()]}  # it was a prefill for somebody else
+        engine.step()
+    assert not engine.scheduler.requests
+    assert engine._reusable() == free, "blocks are lost"
+    assert nixl.misuse == []
+    heard = [payload for payloads in nixl.heard.values() for payload in payloads]
+    assert len(heard) <= 1
+    if told:
+        assert heard == [f"{params['remote_request_id']}:1".encode()]
+    assert handshakes(engine) == 1
+
+
+@pytest.mark.parametrize("blocks", [3, 4, 30])
+def test_good_parameters_are_read(blocks: int) -> None:
+    """A peer with smaller blocks has more of them."""
+    engine = IdleEngine()
+    connect(engine.worker, "P")
+    engine.ask("good", PROMPT, [list(range(blocks))[:7]])
+    assert engine.step().computed == {}
+    nixl = nixl_of(engine.worker)
+    assert len(nixl.reads) == 1
+    nixl.finish(*nixl.reads)
+    assert engine.run()
+    assert nixl.heard == {"P/0": [b"good-at-p:1"]}
+
+
+def test_a_single_group_needs_no_list_around_it() -> None:
+    """The form of earlier releases, which vLLM's own tests of the scheduler still use."""
+    engine = IdleEngine()
+    connect(engine.worker, "P")
+    engine.ask("good", PROMPT)
+    params = {**GOOD, "remote_block_ids": [5, 6, 7]}
+    engine.scheduler.requests["good"].kv_transfer_params = params
+    engine.step()
+    nixl = nixl_of(engine.worker)
+    assert len(nixl.reads) == 1
+    nixl.finish(*nixl.reads)
+    assert engine.run()
+
+
+def test_a_prefix_that_is_cached_needs_no_blocks_of_its_own() -> None:
+    """P hands out the whole prompt's blocks; D reads those that it lacks."""
+    engine = IdleEngine()
+    connect(engine.worker, "P")
+    engine.ask("first", PROMPT)
+    assert engine.run()
+    engine.ask("second", PROMPT, [[1, 2, 3]])
+    engine.step()
+    nixl = nixl_of(engine.worker)
+    nixl.finish(*nixl.in_flight())
+    assert engine.run()
+    assert nixl.heard == {"P/0": [b"second-at-p:1"]}
+
+
+def test_a_sliding_window_hands_out_its_window() -> None:
+    """Blocks that fell out of the window are never sent: three of five here."""
+    engine = IdleEngine(groups=("full", "sliding"))
+    connect(engine.worker, "P")
+    engine.ask("good", range(80), [[1, 2, 3, 4, 5], [3, 4, 5]])
+    engine.step()
+    nixl = nixl_of(engine.worker)
+    assert len(nixl.reads) == 1
+    nixl.finish(*nixl.reads)
+    assert engine.run()
+
+
+def test_a_prefill_goes_on_whatever_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
+    """Its own client reads from it: bad blocks to start from must not keep it from that."""
+    engine = IdleEngine()
+    engine.ask("prefill", PROMPT, max_tokens=1)
+    params = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True, "remote_port": "5600"}
+    engine.scheduler.requests["prefill"].kv_transfer_params = params
+    assert engine.step().finished == {"prefill": "length"}
+    assert engine.scheduler.requests  # its blocks wait for a reader
+    assert asks_for_blocks(params)
+
+
+def test_the_log_says_once_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        engine = IdleEngine()
+        connect(engine.worker, "P")
+        engine.ask("bad", PROMPT, [[-1, 2, 3]])
+        assert engine.run()
+    finally:
+        logger.removeHandler(caplog.handler)
+    lines = [r.getMessage() for r in caplog.records if "cannot use the KV blocks" in r.getMessage()]
+    assert lines == [
+        "Request bad cannot use the KV blocks it was given: kv_transfer_params.remote_block_ids "
+        "must hold block numbers from 0 to 2147483647. Its prompt is computed here; "
+        "their owner is told to free them."
+    ]

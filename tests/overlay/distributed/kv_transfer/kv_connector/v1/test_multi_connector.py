@@ -1,0 +1,91 @@
+"""A rejected request's blocks under MultiConnector: the first child that knows them tells P."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
+from vllm.sampling_params import SamplingParams
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from tests.nixl_worker import make_kv_cache_config, make_vllm_config
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    NotificationsWait,
+    needs_tick,
+)
+
+REMOTE: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "remote_block_ids": [[1]],
+    "remote_engine_id": "P",
+    "remote_request_id": "at-p",
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "tp_size": 1,
+}
+
+
+@pytest.fixture
+def connector() -> MultiConnector:
+    """A scheduler-side connector of two NIXL connectors."""
+    child = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    config = make_vllm_config(
+        connector="MultiConnector", extra_config={"connectors": [child, child]}
+    )
+    return MultiConnector(config, KVConnectorRole.SCHEDULER, make_kv_cache_config())
+
+
+def aborted(params: dict[str, Any]) -> Request:
+    """A request that ended before it was scheduled."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    request = Request("gone", [0], sampling, None)
+    request.status = RequestStatus.FINISHED_ABORTED
+    return request
+
+
+def receives(connector: MultiConnector) -> list[list[str]]:
+    """What each child hands to its workers."""
+    metadata = connector.build_connector_meta(SimpleNamespace())
+    return [list(child.reqs_to_recv) for child in metadata.metadata]
+
+
+def test_one_child_tells(connector: MultiConnector) -> None:
+    assert connector.request_finished(aborted(dict(REMOTE)), []) == (False, None)
+    assert receives(connector) == [["gone"], []]
+
+
+def test_a_child_leaves_what_it_does_not_know(connector: MultiConnector) -> None:
+    """Parameters that are not NIXL's stay as they are, for whichever child they are meant."""
+    params = {"do_remote_prefill": True, "transfer_id": "of another connector"}
+    request = aborted(params)
+    assert connector.request_finished(request, []) == (False, None)
+    assert receives(connector) == [[], []]
+    assert request.kv_transfer_params == params
+
+
+def test_a_child_that_needs_a_step_gets_one(connector: MultiConnector) -> None:
+    assert not needs_tick(connector)
+    second = connector._connectors[1]
+    assert isinstance(second, NixlConnector)
+    second.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(True))
+    )
+    assert needs_tick(connector)
+    second.update_connector_output(KVConnectorOutput())  # no news
+    assert needs_tick(connector)
+    second.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(False))
+    )
+    assert not needs_tick(connector)
+
+
+def test_reports_of_several_ranks() -> None:
+    for first in (True, False):
+        for second in (True, False):
+            joined = NotificationsWait(first).aggregate(NotificationsWait(second))
+            assert joined.waiting == (first or second)

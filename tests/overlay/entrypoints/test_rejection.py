@@ -1,0 +1,578 @@
+"""Every rejection, endpoint, streamed or not: one notification, and none after admission.
+
+Over vLLM's real application (see `tests.serving_app`); what the engine core is sent decides.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.serial_utils import MsgpackEncoder
+
+from tests.lying_params import lying_params
+from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Answer, Server, body, serving
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    find_problem,
+    find_unsendable,
+)
+
+COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
+TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "other"}}
+IMAGE = "data:image/png;base64,iVBORw0KGgo="
+
+
+def user(content: object) -> list[dict[str, Any]]:
+    """A conversation of one turn."""
+    return [{"role": "user", "content": content}]
+
+
+def sampling(
+    *endpoints: str,
+    **values: Any,  # noqa: ANN401 - any field
+) -> dict[str, dict[str, Any]]:
+    """The same change for several endpoints."""
+    return dict.fromkeys(endpoints, values)
+
+
+# What makes the server say no, and how to ask for it at each endpoint that can be asked.
+REJECTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    # Refused while the body is read.
+    "model of a wrong type": sampling(*ENDPOINTS, model=7),
+    "stream of a wrong type": sampling(*ENDPOINTS, stream={}),
+    "no input": {
+        COMPLETIONS: {"prompt": None},
+        CHAT: {"messages": None},
+        RESPONSES: {"input": None},
+        MESSAGES: {"messages": None},
+        GENERATE: {"token_ids": None},
+    },
+    "empty input": {COMPLETIONS: {"prompt": ""}, GENERATE: {"token_ids": []}},
+    "negative token id": {GENERATE: {"token_ids": [-1]}},
+    "unknown tool": {
+        CHAT: {"tools": [TOOL], "tool_choice": OTHER},
+        MESSAGES: {
+            "tools": [{"name": "look", "input_schema": {"type": "object"}}],
+            "tool_choice": {"type": "tool", "name": "other"},
+        },
+    },
+    "broken content": {
+        CHAT: {"messages": user([{"type": "nonsense"}])},
+        MESSAGES: {"messages": user([{"type": "nonsense"}])},
+    },
+    "top_logprobs without logprobs": sampling(CHAT, top_logprobs=2),
+    "n of a wrong type": sampling(COMPLETIONS, CHAT, n="many"),
+    # Refused by the handler.
+    "unknown model": sampling(*ENDPOINTS, model="no-such-model"),
+    "prompt too long": {
+        COMPLETIONS: {"prompt": TOO_LONG},
+        CHAT: {"messages": user(TOO_LONG)},
+        RESPONSES: {"input": TOO_LONG},
+        MESSAGES: {"messages": user(TOO_LONG)},
+        GENERATE: {"token_ids": [3] * (MAX_MODEL_LEN + 1)},
+    },
+    "max_tokens too big": {
+        COMPLETIONS: {"max_tokens": MAX_MODEL_LEN + 1},
+        CHAT: {"max_tokens": MAX_MODEL_LEN + 1},
+        MESSAGES: {"max_tokens": MAX_MODEL_LEN + 1},
+    },
+    "tool_choice without a parser": sampling(CHAT, tools=[TOOL], tool_choice="auto"),
+    "previous response that does not exist": sampling(RESPONSES, previous_response_id="resp_x"),
+    # Refused while sampling parameters are made, or by the input processor. A stream has
+    # answered 200 by then.
+    "temperature": sampling(COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, temperature=-1.0),
+    "top_p": sampling(COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE, top_p=7.0),
+    "min_tokens": sampling(COMPLETIONS, CHAT, GENERATE, min_tokens=5),
+    "n=0": sampling(COMPLETIONS, CHAT, GENERATE, n=0),
+    "empty stop": sampling(COMPLETIONS, CHAT, GENERATE, stop=[""]),
+    "too many logprobs": {
+        COMPLETIONS: {"logprobs": 10_000},
+        CHAT: {"logprobs": True, "top_logprobs": 10_000},
+        GENERATE: {"logprobs": 10_000},
+    },
+    "logit_bias of no token": sampling(COMPLETIONS, CHAT, logit_bias={"999999": 1.0}),
+    "token id out of range": {
+        COMPLETIONS: {"prompt": [999_999]},
+        GENERATE: {"token_ids": [999_999]},
+    },
+    "bad JSON schema": sampling(COMPLETIONS, CHAT, structured_outputs={"json": {"type": "no"}}),
+    "bad regular expression": sampling(COMPLETIONS, CHAT, structured_outputs={"regex": "(("}),
+    "bad grammar": sampling(COMPLETIONS, CHAT, structured_outputs={"grammar": "root ::= ("}),
+}
+TABLE = [
+    pytest.param(endpoint, changes, stream, id=f"{name}-{endpoint}-{'stream' * stream or 'whole'}")
+    for name, endpoints in REJECTIONS.items()
+    for endpoint, changes in endpoints.items()
+    for stream in (False, True)
+    if "stream" not in changes or not stream
+]
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """Run one test, with a server of its own, in an event loop of its own."""
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+Scenario = Callable[[Server], Coroutine[Any, Any, None]]
+Play = Callable[[Scenario], None]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[tuple[asyncio.AbstractEventLoop, Server]]:
+    """One server for many tests: starting one takes longer than a hundred requests."""
+    loop = asyncio.new_event_loop()
+    running = serving()
+    server = loop.run_until_complete(running.__aenter__())
+    yield loop, server
+    loop.run_until_complete(running.__aexit__(None, None, None))
+    for task in (left := asyncio.all_tasks(loop)):
+        task.cancel()
+    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    loop.close()
+
+
+@pytest.fixture
+def play(shared: tuple[asyncio.AbstractEventLoop, Server]) -> Iterator[Play]:
+    """Play a scenario on the shared server, which is as new before and idle after it."""
+    loop, server = shared
+    server.core.reset()
+    # The server remembers the answer to its first question.
+    vars(server.engine).pop("_supported_tasks", None)
+    yield lambda scenario: loop.run_until_complete(asyncio.wait_for(scenario(server), 60))
+    server.core.reset()
+    loop.run_until_complete(server.settled())
+
+
+def assert_rejected(server: Server, answer: Answer) -> None:
+    """The client got an error, the engine nothing to compute, the prefill server one message."""
+    assert answer.status >= 400 or answer.error, answer
+    assert server.core.admitted == []
+    assert server.core.told == [REMOTE]
+
+
+@pytest.mark.parametrize(("endpoint", "changes", "stream"), TABLE)
+def test_every_rejection_is_told_once(
+    play: Play, endpoint: str, changes: dict[str, Any], stream: bool
+) -> None:
+    async def test(server: Server) -> None:
+        request = body(endpoint, **{"stream": stream, **changes})
+        assert_rejected(server, await server.post(endpoint, request))
+
+    play(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_what_is_served_is_not_told(play: Play, endpoint: str, stream: bool) -> None:
+    async def test(server: Server) -> None:
+        answer = await server.post(endpoint, body(endpoint, stream=stream))
+        assert answer.status == 200 and not answer.error
+        assert len(server.core.admitted) == 1
+        assert server.core.told == []
+
+    play(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("endpoint", "part"),
+    [
+        (CHAT, {"type": "image_url", "image_url": {"url": IMAGE}}),
+        (MESSAGES, {"type": "image", "source": {"type": "url", "url": IMAGE}}),
+    ],
+)
+# vLLM makes a coroutine for each picture and drops it when the first check fails.
+@pytest.mark.filterwarnings(
+    "ignore:.*AsyncMultiModalContentParser:pytest.PytestUnraisableExceptionWarning",
+    "ignore:coroutine .*AsyncMultiModalContentParser.* was never awaited:RuntimeWarning",
+)
+def test_an_image_for_a_text_model(
+    play: Play, endpoint: str, part: dict[str, Any], stream: bool
+) -> None:
+    async def test(server: Server) -> None:
+        request = body(endpoint, messages=user([part]), stream=stream)
+        assert_rejected(server, await server.post(endpoint, request))
+
+    play(test)
+    gc.collect()  # and not in the middle of another test
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_stream_options_without_a_stream(play: Play, endpoint: str) -> None:
+    async def test(server: Server) -> None:
+        request = body(endpoint, stream_options={"include_usage": True})
+        assert_rejected(server, await server.post(endpoint, request))
+
+    play(test)
+
+
+@pytest.mark.parametrize("rank", ["7", "-1"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT, MESSAGES])
+def test_a_rank_that_does_not_exist(endpoint: str, stream: bool, rank: str) -> None:
+    async def test() -> None:
+        async with serving(ranks=2) as server:
+            header = [("X-data-parallel-rank", rank)]
+            answer = await server.post(endpoint, body(endpoint, stream=stream), headers=header)
+            assert_rejected(server, answer)
+
+    run(test())
+
+
+def test_a_rank_that_exists_is_kept() -> None:
+    async def test() -> None:
+        async with serving(ranks=2) as server:
+            header = [("X-data-parallel-rank", "1")]
+            await server.post(COMPLETIONS, body(COMPLETIONS, model="no-such"), headers=header)
+            assert [r.data_parallel_rank for r in server.core.requests] == [1]
+
+    run(test())
+
+
+# ---------------------------------------------------------------- nothing to tell
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_nothing_is_told_without_a_connector(endpoint: str) -> None:
+    async def test() -> None:
+        async with serving(connector=None) as server:
+            await server.post(endpoint, body(endpoint, model="no-such"))
+            await server.post(endpoint, body(endpoint, stream={}))
+            assert server.core.requests == []
+
+    run(test())
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        {},
+        {**REMOTE, "do_remote_prefill": False},
+        {"do_remote_decode": True},
+        "do_remote_prefill",
+        ["do_remote_prefill"],
+        7,
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_nothing_is_told_without_a_remote_prefill(
+    play: Play, endpoint: str, params: object
+) -> None:
+    async def test(server: Server) -> None:
+        answer = await server.post(endpoint, body(endpoint, params, model="no-such"))
+        assert answer.status >= 400
+        assert server.core.requests == []
+
+    play(test)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"{",
+        b"do_remote_prefill",
+        b'["do_remote_prefill"]',
+        b'"do_remote_prefill"',
+        b'{"kv_transfer_params": {"do_remote_prefill": true}',
+        b'{"kv_transfer_params": "do_remote_prefill", "sampling_params": 1}',
+        b"\xff do_remote_prefill",
+    ],
+    ids=lambda raw: repr(raw[:40]),
+)
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_body_that_is_no_request(play: Play, endpoint: str, raw: bytes) -> None:
+    async def test(server: Server) -> None:
+        answer = await server.post(endpoint, raw)
+        assert answer.status in (400, 500)  # vLLM's own validators trip over a list
+        assert server.core.requests == []
+        served = await server.post(endpoint, body(endpoint))
+        assert served.status == 200
+
+    play(test)
+
+
+def test_who_is_not_let_in_triggers_nothing() -> None:
+    async def test() -> None:
+        async with serving("--api-key", "secret") as server:
+            answer = await server.post(COMPLETIONS, body(COMPLETIONS, model="no-such"))
+            assert answer.status == 401
+            assert server.core.requests == []
+
+    run(test())
+
+
+# ---------------------------------------------------------------- parameters that lie
+
+
+def encodable(value: object) -> bool:
+    """Whether the wire to the engine core can carry it: 64-bit numbers and whole characters."""
+    try:
+        MsgpackEncoder().encode(value)
+    except (OverflowError, UnicodeEncodeError):
+        return False
+    return True
+
+
+@settings(
+    max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(endpoint=st.sampled_from(list(ENDPOINTS)), stream=st.booleans(), params=lying_params(REMOTE))
+def test_a_lie_is_refused_by_name_and_told_once(
+    shared: tuple[asyncio.AbstractEventLoop, Server], endpoint: str, stream: bool, params: object
+) -> None:
+    """The client learns what is wrong, the server goes on, P hears if there is a P to hear."""
+    loop, server = shared
+    server.core.reset()
+    books = server.engine.output_processor.get_num_unfinished_requests()
+    answer = loop.run_until_complete(server.post(endpoint, body(endpoint, params, stream=stream)))
+    problem = find_unsendable(params) or find_problem(params)
+    if problem is None:
+        assert answer.status == 200 and not answer.error
+        assert len(server.core.admitted) == 1
+        assert server.core.told == []
+    else:
+        assert answer.status == 400
+        assert (problem.field or "kv_transfer_params") in answer.error["message"]
+        assert server.core.admitted == []
+        waits = isinstance(params, dict) and params.get("do_remote_prefill")
+        assert len(server.core.told) == bool(waits and encodable(params))
+    assert server.engine.output_processor.get_num_unfinished_requests() == books
+
+
+# ---------------------------------------------------------------- the client goes away
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_client_that_leaves_before_admission(play: Play, endpoint: str, stream: bool) -> None:
+    async def test(server: Server) -> None:
+        server.core.ready.clear()  # validation waits
+        left = asyncio.Event()
+        visit = asyncio.create_task(
+            server.post(endpoint, body(endpoint, stream=stream), leaves=left.wait())
+        )
+        await server.core.asked.wait()
+        left.set()
+        await visit
+        server.core.ready.set()
+        await server.settled()
+        assert server.core.admitted == []
+        assert server.core.told == [REMOTE]
+
+    play(test)
+
+
+@pytest.mark.parametrize("works", [True, False], ids=["sent", "not sent"])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_client_that_leaves_during_admission(
+    play: Play, endpoint: str, stream: bool, works: bool
+) -> None:
+    """Sent after all: the engine answers for it, and the request nobody waits for is aborted."""
+
+    async def test(server: Server) -> None:
+        server.core.answers = False
+        books = server.engine.output_processor.get_num_unfinished_requests()
+        sending, go_on = asyncio.Event(), asyncio.Event()
+
+        async def slow(request: EngineCoreRequest) -> None:
+            if not request.abort_immediately:
+                sending.set()
+                await go_on.wait()
+                if not works:
+                    raise OSError("the engine core does not take it")
+
+        server.core.on_add = slow
+        visit = asyncio.create_task(
+            server.post(endpoint, body(endpoint, stream=stream), leaves=sending.wait())
+        )
+        await sending.wait()
+        await server.settled()
+        assert server.core.requests == []  # nobody knows yet, so nobody is told
+        go_on.set()
+        await visit
+        await server.settled()
+        if works:
+            assert server.core.told == []
+            assert server.core.aborted == [r.request_id for r in server.core.admitted]
+            assert len(server.core.aborted) == 1
+            assert server.engine.output_processor.get_num_unfinished_requests() == books
+        else:
+            assert server.core.admitted == []
+            assert server.core.told == [REMOTE]
+
+    play(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_client_that_leaves_after_admission(play: Play, endpoint: str, stream: bool) -> None:
+    async def test(server: Server) -> None:
+        server.core.answers = False
+        added = asyncio.Event()
+
+        async def note(request: EngineCoreRequest) -> None:
+            asyncio.get_running_loop().call_later(0.02, added.set)
+
+        server.core.on_add = note
+        await server.post(endpoint, body(endpoint, stream=stream), leaves=added.wait())
+        await server.settled()
+        assert len(server.core.admitted) == 1
+        assert server.core.aborted == [server.core.admitted[0].request_id]
+        assert server.core.told == []
+
+    play(test)
+
+
+@pytest.mark.parametrize("times", [1, 2, 5])
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_server_task_that_is_cancelled(
+    play: Play, endpoint: str, stream: bool, times: int
+) -> None:
+    """As middleware cancels its application; again and again, as a task group does."""
+
+    async def test(server: Server) -> None:
+        server.core.ready.clear()
+        visit = asyncio.create_task(server.post(endpoint, body(endpoint, stream=stream)))
+        await server.core.asked.wait()
+        for _ in range(times):
+            visit.cancel()
+            await asyncio.sleep(0)
+        with contextlib.suppress(asyncio.CancelledError):
+            await visit
+        server.core.ready.set()
+        await server.settled()
+        # vLLM leaves a handler running whose caller is cancelled; it may compute, but not read.
+        assert server.core.readers == []
+        assert server.core.told == [REMOTE]
+
+    play(test)
+
+
+# ---------------------------------------------------------------- the notification itself
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_notification_that_fails(
+    play: Play, endpoint: str, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It costs a log line; the client gets the answer it would have got."""
+
+    async def test(server: Server) -> None:
+
+        async def broken(request: EngineCoreRequest) -> None:
+            raise OSError("the engine core is gone")
+
+        request = body(endpoint, stream=stream, model="no-such")
+        before = await server.post(endpoint, request)
+        server.core.requests.clear()
+        server.core.on_add = broken
+        after = await server.post(endpoint, request)
+        assert (after.status, after.error) == (before.status, before.error)
+        assert server.core.requests == []
+
+    with log_of_vllm(caplog):
+        play(test)
+    assert "Could not tell the prefill server about rejected request" in caplog.text
+
+
+def test_two_rejections_under_one_name_are_two(play: Play) -> None:
+    """The scheduler knows requests by id; a client may use its own twice."""
+
+    async def test(server: Server) -> None:
+        for port in (1, 2):
+            params = {**REMOTE, "remote_port": port}
+            await server.post(CHAT, body(CHAT, params, model="no-such", request_id="mine"))
+        assert [told["remote_port"] for told in server.core.told] == [1, 2]
+        first, second = server.core.requests
+        assert first.request_id != second.request_id
+        assert "mine" in first.request_id
+
+    play(test)
+
+
+# ---------------------------------------------------------------- other ways through the server
+
+
+def test_beam_search_computes_itself_and_frees_the_prefill(
+    play: Play,
+) -> None:
+    """Beams are requests of their own, without transfer parameters."""
+
+    async def test(server: Server) -> None:
+        await server.post(COMPLETIONS, body(COMPLETIONS, use_beam_search=True, n=2))
+        assert len(server.core.admitted) >= 1
+        assert server.core.told == [REMOTE]
+
+    play(test)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("works", [True, False], ids=["served", "rejected"])
+def test_a_response_in_the_background(
+    works: bool, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is over before its request is admitted, or not."""
+    monkeypatch.setenv("VLLM_ENABLE_RESPONSES_API_STORE", "1")
+
+    async def test() -> None:
+        async with serving() as server:
+            server.core.ready.clear()
+            left = asyncio.Event()
+            request = body(RESPONSES, background=True, store=True, stream=stream)
+            request |= {"include": ["message.output_text.logprobs"]}
+            request |= {"top_logprobs": 1 if works else 10_000}
+            visit = asyncio.create_task(server.post(RESPONSES, request, leaves=left.wait()))
+            await server.core.asked.wait()
+            left.set()
+            await visit
+            assert server.core.requests == []
+            server.core.ready.set()
+            await server.settled()
+            assert len(server.core.readers) == works
+            assert server.core.told == ([] if works else [REMOTE])
+
+    run(test())
+
+
+def test_a_handler_that_is_used_without_http(play: Play) -> None:
+    async def test(server: Server) -> None:
+        from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+
+        handler = server.app.state.openai_serving_completion
+        assert handler.has_kv_connector
+        rejected = CompletionRequest(**body(COMPLETIONS, model="no-such"))
+        await handler.create_completion(rejected)
+        assert server.core.told == [REMOTE]
+        served = CompletionRequest(**body(COMPLETIONS))
+        await handler.create_completion(served)
+        assert len(server.core.told) == 1 and len(server.core.admitted) == 1
+
+    play(test)
+
+
+@contextlib.contextmanager
+def log_of_vllm(caplog: pytest.LogCaptureFixture) -> Any:  # noqa: ANN401
+    """vLLM's logger does not pass its records on; listen to it directly."""
+    import logging
+
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(caplog.handler)

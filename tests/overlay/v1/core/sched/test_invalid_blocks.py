@@ -1,0 +1,86 @@
+"""What the scheduler keeps of a request whose KV could not be loaded, for every cache layout."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.decode_engine import DecodeEngine, Step
+from tests.nixl_worker import GroupKind, connect, nixl_of
+
+LAYOUTS: list[tuple[GroupKind, ...]] = [("full",), ("sliding",), ("full", "sliding")]
+
+
+def lose(engine: DecodeEngine, prompt: range) -> list[Step]:
+    """Receive a prompt whose read fails; the steps from then on."""
+    connect(engine.worker, "P")
+    count = -(-len(prompt) // 16)
+    engine.ask("lost", prompt, [list(range(1, count + 1)) for _ in engine.groups])
+    steps = [engine.step()]
+    nixl_of(engine.worker).fail(*nixl_of(engine.worker).in_flight())
+    return [*steps, *(engine.step() for _ in range(5))]
+
+
+def first_computed(steps: list[Step]) -> dict[str, tuple[int, int]]:
+    first: dict[str, tuple[int, int]] = {}
+    for step in steps:
+        first = step.computed | first
+    return first
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids="-".join)
+def test_what_was_not_received_is_computed(groups: tuple[GroupKind, ...]) -> None:
+    engine = DecodeEngine(groups=groups)
+    assert first_computed(lose(engine, range(70)))["lost"] == (0, 70)
+    assert engine.scheduler.requests == {}
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids="-".join)
+def test_what_was_here_before_is_not_computed_again(groups: tuple[GroupKind, ...]) -> None:
+    engine = DecodeEngine(groups=groups)
+    engine.ask("before", range(48))
+    while engine.scheduler.requests:
+        engine.step()
+    assert first_computed(lose(engine, range(80)))["lost"] == (48, 80)
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids="-".join)
+def test_a_request_that_runs_beside_it_goes_on(groups: tuple[GroupKind, ...]) -> None:
+    engine = DecodeEngine(groups=groups)
+    engine.ask("beside", range(200, 240), max_tokens=6)
+    engine.step()
+    computed = [step.computed["beside"] for step in lose(engine, range(70))[:5]]
+    assert computed == [(n, n + 1) for n in range(40, 45)]
+
+
+@pytest.mark.parametrize("groups", LAYOUTS, ids="-".join)
+def test_the_report_of_another_rank_changes_nothing_more(groups: tuple[GroupKind, ...]) -> None:
+    engine = DecodeEngine(groups=groups)
+    connect(engine.worker, "P")
+    engine.ask("a", range(40), [[1, 2, 3] for _ in groups])
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    lost = engine.blocks_of("a")
+    update = engine.scheduler._update_requests_with_invalid_blocks
+    assert update([request], lost, {}, evict_blocks=False)[:2] == ({"a"}, 40)
+    assert request.num_computed_tokens == 0
+    assert update([request], lost, {}, evict_blocks=False)[:2] == (set(), 0)
+
+
+def test_a_window_is_not_kept_without_what_was_before_it() -> None:
+    # Two blocks of window: the first of five blocks are gone when the receive begins.
+    engine = DecodeEngine(groups=("sliding",))
+    steps = lose(engine, range(80))
+    assert first_computed(steps)["lost"] == (0, 80)
+
+
+def test_loading_while_running_into_several_groups_stays_unsupported() -> None:
+    engine = DecodeEngine(groups=("full", "sliding"))
+    engine.ask("a", range(40), max_tokens=9)
+    engine.step()
+    [request] = engine.scheduler.running
+    assert request.status == RequestStatus.RUNNING
+    update = engine.scheduler._update_requests_with_invalid_blocks
+    assert update([request], {63}, {}) == (set(), 0, set())
+    with pytest.raises(ValueError, match="unpack"):
+        update([request], engine.blocks_of("a"), {})

@@ -1,0 +1,96 @@
+"""Which of several engine requests of one client request keeps the transfer parameters."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import BeamSearchParams, SamplingParams
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from tests.serving_app import REMOTE
+from vllm_overlay.v1.engine.fanout import RemembersTransfer, transfer_done, transfer_once
+
+
+def sampling(transfer: object, **extra: Any) -> SamplingParams:  # noqa: ANN401 - any setting
+    return SamplingParams(seed=3, extra_args={"kv_transfer_params": transfer, **extra})
+
+
+@pytest.mark.parametrize("flag", ["do_remote_prefill", "do_remote_decode"])
+def test_only_the_first_transfers(flag: str) -> None:
+    params = sampling({**REMOTE, "do_remote_prefill": False, flag: True}, mine=1)
+    before = deepcopy(params)
+    assert transfer_once(params, 0) is params
+    for index in (1, 7):
+        other = transfer_once(params, index)
+        assert other.extra_args == {"mine": 1}
+        assert other.seed == params.seed
+    assert params == before, "siblings share them"
+
+
+def test_what_belongs_to_others_stays() -> None:
+    other = transfer_once(sampling({**REMOTE, "lmcache.skip_save": True}), 1)
+    assert other.extra_args == {"kv_transfer_params": {"lmcache.skip_save": True}}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(),
+        SamplingParams(extra_args={"mine": 1}),
+        sampling({"lmcache.skip_save": True}),
+        sampling({"do_remote_prefill": False, "do_remote_decode": False}),
+        sampling("no object"),
+        sampling(None),
+        BeamSearchParams(beam_width=2, max_tokens=1),
+    ],
+)
+def test_nothing_to_transfer_costs_no_copy(params: object) -> None:
+    assert transfer_once(params, 1) is params
+
+
+def test_later_turns_transfer_nothing() -> None:
+    assert transfer_done(sampling(dict(REMOTE))).extra_args == {}
+
+
+def test_answer_is_the_one_child_s() -> None:
+    first, second = RemembersTransfer(), RemembersTransfer()
+    assert first.answer_transfer(None) is None
+    assert first.answer_transfer(REMOTE) is REMOTE
+    assert first.answer_transfer(None) is REMOTE
+    assert second.answer_transfer(None) is None
+
+
+def test_offline_engine_fans_out_alike() -> None:
+    """`LLM` does not go through `AsyncLLM`."""
+    sent: list[EngineCoreRequest] = []
+    engine: Any = object.__new__(LLMEngine)
+    engine.input_processor = SimpleNamespace(assign_request_id=lambda request: None)
+    engine.output_processor = SimpleNamespace(add_request=lambda *args: None)
+    engine.engine_core = SimpleNamespace(add_request=sent.append)
+    params = sampling(dict(REMOTE))
+    params.n = 3
+    request = EngineCoreRequest(
+        request_id="req",
+        prompt_token_ids=[1, 2],
+        mm_features=None,
+        sampling_params=params,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+        external_req_id="req",
+    )
+    engine.add_request("req", request, params)
+    readers = [
+        child.request_id
+        for child in sent
+        if child.sampling_params is not None
+        and (child.sampling_params.extra_args or {}).get("kv_transfer_params")
+    ]
+    assert len(sent) == 3
+    assert readers == ["0_req"]

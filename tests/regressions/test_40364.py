@@ -1,0 +1,131 @@
+"""40364: a failed handshake or read follows kv_load_failure_policy; the engine lives.
+
+The scheduler applies the policy to what the worker says about a receive: that it has ended, and
+which blocks are invalid. So the worker has to say both, however the receive failed, and must not
+touch the blocks as if they had arrived.
+"""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+from tests.nixl_worker import (
+    ScriptedNixl,
+    await_handshakes,
+    connect,
+    lives,
+    make_worker,
+    nixl_of,
+    raising,
+    receive,
+    script_handshake,
+    step,
+)
+from tests.receive_machine import explore
+
+
+def refuse_handshake(worker: NixlConnectorWorker) -> None:
+    def refuse(engine_id: str, tp_size: int) -> dict[int, str]:
+        raise RuntimeError("NIXL compatibility hash mismatch")
+
+    script_handshake(worker, refuse)
+
+
+def break_reads(nixl: ScriptedNixl, how: str) -> None:
+    """Let every read from now on fail in one of the ways in which NIXL reports it."""
+    if how == "cannot be made":
+        nixl.on["make_prepped_xfer"] = raising(RuntimeError("no such descriptor"))
+    elif how == "cannot be posted":
+        nixl.on["transfer"] = raising(RuntimeError("no route"))
+    elif how == "ends in an error":
+        nixl.on["check_xfer_state"] = lambda handle: "ERR"
+    else:
+        nixl.on["check_xfer_state"] = raising(RuntimeError("remote disconnected"))
+
+
+def test_a_failed_handshake_is_reported_with_the_blocks_it_spoils() -> None:
+    worker = make_worker()
+    refuse_handshake(worker)
+    receive(worker, "req-d", local_blocks=[[1, 2]])
+    await_handshakes(worker)
+    _, received = lives(step, worker)
+    assert received == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert lives(step, worker) == (set(), set())
+
+
+def test_a_failed_handshake_leaves_other_requests_alone() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    refuse_handshake(worker)
+    receive(worker, "lost", local_blocks=[[1]], remote_blocks=[[5]], engine_id="Q")
+    receive(worker, "good", local_blocks=[[2]], remote_blocks=[[6]], engine_id="P")
+    await_handshakes(worker)
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    _, received = lives(step, worker)
+    assert received == {"lost", "good"}
+    assert worker.get_block_ids_with_load_errors() == {1}
+
+
+def test_the_next_request_tries_the_handshake_again() -> None:
+    worker = make_worker()
+    refuse_handshake(worker)
+    receive(worker, "first")
+    await_handshakes(worker)
+    lives(step, worker)
+    connect(worker, "P")
+    receive(worker, "second", local_blocks=[[3]], remote_blocks=[[6]])
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert lives(step, worker)[1] == {"second"}
+
+
+@pytest.mark.parametrize("blocks", ["host buffer", "permuted layout", "different attention"])
+@pytest.mark.parametrize(
+    "how", ["cannot be made", "cannot be posted", "ends in an error", "cannot be polled"]
+)
+def test_what_failed_to_arrive_is_not_processed_as_if_it_had(how: str, blocks: str) -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    worker.use_host_buffer = blocks == "host buffer"
+    worker.enable_permute_local_kv = blocks == "permuted layout"
+    worker.enable_heterogeneous_attn_post_process = blocks == "different attention"
+    break_reads(nixl_of(worker), how)
+    with mock.patch.multiple(
+        worker,
+        sync_recved_kv_to_device=mock.DEFAULT,
+        post_process_device_kv_on_receive=mock.DEFAULT,
+        post_process_device_kv_on_receive_heterogeneous_attn=mock.DEFAULT,
+    ) as processing:
+        lives(receive, worker, "req-d", local_blocks=[[1, 2]])
+        _, received = lives(step, worker)
+    assert received == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert [name for name, process in processing.items() if process.called] == []
+
+
+def test_blocks_that_do_not_match_fail_only_the_request_that_brought_them() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    lives(receive, worker, "short", local_blocks=[[1, 2, 3]], remote_blocks=[[5]])
+    receive(worker, "good", local_blocks=[[4]], remote_blocks=[[6]])
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert lives(step, worker)[1] == {"short", "good"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2, 3}
+
+
+def test_a_read_that_can_be_neither_posted_nor_released_is_reported() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    broken = raising(RuntimeError("no route"))
+    nixl_of(worker).on |= {"transfer": broken, "release_xfer_handle": broken}
+    lives(receive, worker, "req-d", local_blocks=[[1, 2]])
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+
+
+def test_in_any_order_of_handshakes_the_engine_lives() -> None:
+    # The handshake thread must not touch what the main thread is working with either.
+    explore(1_000, faults={"handshake"}, claims={"lives", "once", "thread"}, shrink=False)

@@ -1,0 +1,182 @@
+"""K04: bad kv_transfer_params never crash or leak an engine."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
+
+from tests.idle_engine import IdleEngine
+from tests.nixl_worker import connect, nixl_of
+from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+
+COMPLETIONS = next(iter(ENDPOINTS))
+PROMPT = range(40)  # three blocks of 16 tokens
+GOOD = {**REMOTE, "remote_engine_id": "P", "remote_request_id": "at-p"}
+
+# The owner of the blocks is known, what to read is not.
+UNREADABLE: dict[str, Any] = {
+    "no remote_block_ids": {"remote_block_ids": None},
+    "empty remote_block_ids": {"remote_block_ids": []},
+    "too many groups": {"remote_block_ids": [[1, 2, 3], [1, 2, 3]]},
+    "too few blocks": {"remote_block_ids": [[1, 2]]},
+    "negative block": {"remote_block_ids": [[1, -2, 3]]},
+    "huge block": {"remote_block_ids": [[1, 2, 2**63]]},
+    "block of another type": {"remote_block_ids": [[1, "2", 3]]},
+    "blocks of another type": {"remote_block_ids": {"0": [1, 2, 3]}},
+}
+# Nobody knows whom to tell.
+UNKNOWN: dict[str, Any] = {
+    "no remote_engine_id": {"remote_engine_id": None},
+    "no remote_request_id": {"remote_request_id": None},
+    "no remote_host": {"remote_host": None},
+    "no remote_port": {"remote_port": None},
+    "remote_engine_id of another type": {"remote_engine_id": ["P"]},
+    "remote_request_id that is half a character": {"remote_request_id": "\ud800"},
+    "remote_port of another type": {"remote_port": "5600"},
+    "huge remote_port": {"remote_port": 10**30},
+    "negative tp_size": {"tp_size": -1},
+    "huge tp_size": {"tp_size": 10**9},
+}
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """Good parameters with some fields changed; None drops one."""
+    return {k: v for k, v in {**GOOD, **changes}.items() if v is not None}
+
+
+def engine_with(params: object) -> IdleEngine:
+    """An engine that has got one request with these parameters, and knows P."""
+    engine = IdleEngine()
+    connect(engine.worker, "P")
+    engine.ask("bad", PROMPT)
+    engine.scheduler.requests["bad"].kv_transfer_params = params
+    return engine
+
+
+def assert_computed_here(engine: IdleEngine) -> None:
+    """The request is answered from this engine's own KV, and leaves nothing behind."""
+    step = engine.step()
+    assert step.computed == {"bad": (0, len(PROMPT))}
+    assert engine.run()
+    assert not engine.scheduler.requests
+    assert nixl_of(engine.worker).reads == []
+
+
+@pytest.mark.parametrize("changes", UNREADABLE.values(), ids=UNREADABLE)
+def test_blocks_that_cannot_be_read_are_freed(changes: dict[str, Any]) -> None:
+    engine = engine_with(changed(changes))
+    assert_computed_here(engine)
+    assert nixl_of(engine.worker).heard == {"P/0": [b"at-p:1"]}
+
+
+@pytest.mark.parametrize("changes", UNKNOWN.values(), ids=UNKNOWN)
+def test_an_owner_that_is_not_known_costs_nothing(changes: dict[str, Any]) -> None:
+    engine = engine_with(changed(changes))
+    assert_computed_here(engine)
+    assert nixl_of(engine.worker).heard == {}
+
+
+@pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_prefill"], 7], ids=repr)
+def test_parameters_that_are_no_object(params: object) -> None:
+    assert_computed_here(engine_with(params))
+
+
+def assert_aborted_in_the_queue(name: str) -> None:
+    """As every request that is rejected before admission ends."""
+    engine = engine_with(changed({**UNREADABLE, **UNKNOWN}[name]))
+    engine.abort("bad")
+    assert engine.run()
+    assert not engine.scheduler.requests
+    told = {"P/0": [b"at-p:1"]} if name in UNREADABLE else {}
+    assert nixl_of(engine.worker).heard == told
+
+
+def test_a_request_without_blocks_that_is_aborted_in_the_queue() -> None:
+    for name in UNREADABLE:
+        assert_aborted_in_the_queue(name)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_a_request_of_nobody_that_is_aborted_in_the_queue(name: str) -> None:
+    assert_aborted_in_the_queue(name)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_the_client_hears_which_field_is_bad(endpoint: str, stream: bool) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for field, value in (("remote_port", "5600"), ("remote_block_ids", [[1], [-2]])):
+                params = {**REMOTE, field: value}
+                answer = await server.post(endpoint, body(endpoint, params, stream=stream))
+                assert answer.status == 400
+                assert f"kv_transfer_params.{field}" in answer.error["message"]
+            assert server.core.admitted == []
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_cannot_be_sent_stays_on_no_books(stream: bool) -> None:
+    """An integer too big for the wire to the engine core, where nobody looks at it."""
+
+    async def test() -> None:
+        async with serving() as server:
+            params = {"do_remote_prefill": False, "remote_block_ids": 2**70}
+            answer = await server.post(COMPLETIONS, body(COMPLETIONS, params, stream=stream))
+            assert answer.status == 400
+            assert server.engine.output_processor.get_num_unfinished_requests() == 0
+
+    asyncio.run(test())
+
+
+def test_a_peer_that_asks_for_a_rank_that_p_does_not_have() -> None:
+    """Its client lied about P's size. P must still shake hands with everybody else."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as probe:
+        port = probe.bind_to_random_port("tcp://127.0.0.1")
+    ready, stop = threading.Event(), threading.Event()
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
+        listener = threading.Thread(
+            target=_quietly,
+            args=(NixlConnectorScheduler._nixl_handshake_listener, {0: b"rank 0"}, ready, stop),
+            kwargs={"port": port},
+            daemon=True,
+        )
+        listener.start()
+        assert ready.wait(10)
+        try:
+            _ask(port, 7)
+            assert _ask(port, 0) == b"rank 0"
+        finally:
+            stop.set()
+            listener.join(10)
+
+
+def _quietly(function: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401
+    """A thread's end is seen by what it no longer does."""
+    try:
+        function(*args, **kwargs)
+    except KeyError:
+        return
+
+
+def _ask(port: int, rank: int) -> bytes | None:
+    """What P answers; None if it does not within a second."""
+    with zmq.Context() as context, context.socket(zmq.REQ) as socket:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 1000)
+        socket.connect(f"tcp://127.0.0.1:{port}")
+        socket.send(msgspec.msgpack.encode((GET_META_MSG, rank)))
+        try:
+            answer: bytes = socket.recv()
+        except zmq.Again:
+            return None
+        return answer

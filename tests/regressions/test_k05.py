@@ -1,0 +1,140 @@
+"""K05: every other way of rejecting frees P too, and nothing is told after admission."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from typing import Any
+
+import pytest
+from vllm.engine.protocol import EngineClient
+from vllm.v1.engine import EngineCoreRequest
+
+from tests.idle_engine import IdleEngine
+from tests.nixl_worker import await_handshakes, nixl_of, register_peer, script_handshake
+from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+
+COMPLETIONS, CHAT, RESPONSES, _, GENERATE = ENDPOINTS
+
+
+def assert_told_once(endpoint: str, **changes: Any) -> None:  # noqa: ANN401 - any field
+    """P hears of a request that D does not accept."""
+
+    async def test() -> None:
+        async with serving() as server:
+            answer = await server.post(endpoint, body(endpoint, **changes))
+            assert answer.status >= 400 or answer.error
+            assert server.core.admitted == []
+            assert server.core.told == [REMOTE]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_a_body_that_does_not_validate(endpoint: str) -> None:
+    assert_told_once(endpoint, model=7)
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_a_stream_that_is_rejected_before_admission(endpoint: str) -> None:
+    assert_told_once(endpoint, stream=True, logit_bias={"999999": 1.0})
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_token_level_endpoint(stream: bool) -> None:
+    assert_told_once(GENERATE, stream=stream, model="no-such-model")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_rank_that_does_not_exist(stream: bool) -> None:
+    async def test() -> None:
+        async with serving(ranks=2) as server:
+            header = [("X-data-parallel-rank", "7")]
+            await server.post(COMPLETIONS, body(COMPLETIONS, stream=stream), headers=header)
+            assert server.core.admitted == []
+            assert server.core.told == [REMOTE]
+
+    asyncio.run(test())
+
+
+def test_a_client_that_leaves_before_its_stream_is_admitted() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            server.core.ready.clear()
+            request = body(COMPLETIONS, stream=True)
+            await server.post(COMPLETIONS, request, leaves=server.core.asked.wait())
+            assert server.core.admitted == []
+            assert server.core.told == [REMOTE]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT, RESPONSES])
+def test_nothing_is_told_after_admission(endpoint: str) -> None:
+    """The engine aborts the request that the client left, and answers for its blocks."""
+    rejected = {**REMOTE, "remote_request_id": "cmpl-rejected"}
+
+    async def test() -> None:
+        async with serving() as server:
+            await server.post(endpoint, body(endpoint, rejected, model=7))
+            server.core.answers = False
+            added = asyncio.Event()
+
+            async def note(request: EngineCoreRequest) -> None:
+                asyncio.get_running_loop().call_later(0.02, added.set)
+
+            server.core.on_add = note
+            await server.post(endpoint, body(endpoint), leaves=added.wait())
+            await server.settled()
+            assert len(server.core.aborted) == 1
+            assert server.core.told == [rejected]
+
+    asyncio.run(test())
+
+
+def test_two_rejections_under_one_name_are_two_to_the_engine() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            for _ in range(2):
+                request = body(CHAT, model="no-such-model", request_id="mine")
+                await server.post(CHAT, request)
+            assert len({request.request_id for request in server.core.requests}) == 2
+
+    asyncio.run(test())
+
+
+def test_an_engine_client_of_somebody_else_goes_on_working() -> None:
+    """One that does not know about rejections can be built; it cannot tell anybody."""
+    abstract = EngineClient.__abstractmethods__ - {"notify_kv_transfer_request_rejected"}
+    theirs: Any = type("Theirs", (EngineClient,), dict.fromkeys(abstract))
+    missing = None
+    try:
+        client = theirs()
+    except TypeError as error:
+        missing = str(error)
+    assert missing is None
+    notify = getattr(client, "notify_kv_transfer_request_rejected", None)
+    assert notify is not None
+    asyncio.run(notify("request", REMOTE))
+
+
+def test_an_idle_engine_goes_on_until_p_has_been_told() -> None:
+    """D meets this P for the first time, and has nothing else to do while they shake hands."""
+    engine = IdleEngine()
+    met = threading.Event()
+
+    def shake_hands(engine_id: str, tp_size: int) -> dict[int, str]:
+        assert met.wait(10)
+        return register_peer(engine.worker, engine_id, tp_size)
+
+    script_handshake(engine.worker, shake_hands)
+    engine.ask("left", range(20), [[1, 2]])
+    engine.abort("left")
+    threading.Timer(0.1, met.set).start()
+    began = time.monotonic()
+    assert engine.run()
+    met.set()
+    await_handshakes(engine.worker)
+    assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
+    assert time.monotonic() - began < 5  # and then it rests

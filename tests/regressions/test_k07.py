@@ -1,0 +1,54 @@
+"""K07: without Mamba layers, blocks of different sizes are paired rightly or refused.
+
+Different `--block-size` on P and D gives them different numbers of kernel blocks in a logical
+block (the attention kernel's block size is fixed), or kernel blocks of different sizes.
+"""
+
+from __future__ import annotations
+
+from tests.kv_landing import Deployment, Engines
+from tests.nixl_worker import GroupKind, nixl_of
+
+
+def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
+    """What is wrong on D after a transfer; nothing if D refused the peer before any read."""
+    engines = Engines(deployment)
+    try:
+        engines.connect()
+    except RuntimeError as refusal:
+        assert "--block-size" in str(refusal)
+        assert nixl_of(engines.decode).reads == []
+        return []
+    try:
+        return engines.faults_of_a_prompt(tokens, hit)
+    except (AssertionError, IndexError) as error:
+        return [f"the worker died: {error!r}"]
+
+
+FAMILIES: list[tuple[tuple[GroupKind, ...], bool]] = [
+    (("full",), False),
+    (("full", "sliding"), False),
+    (("full",), True),  # a latent cache
+]
+
+
+def test_different_ratios_are_refused_or_paired_rightly() -> None:
+    wrong = {}
+    for prefill, decode in [(1, 2), (2, 1), (2, 4), (4, 2), (2, 3)]:
+        for groups, mla in FAMILIES:
+            for prefix_caching in (False, True):
+                deployment = Deployment(
+                    prefill, decode, groups=groups, mla=mla, prefix_caching=prefix_caching
+                )
+                for tokens in (3, 13, 32, 45):
+                    if found := faults(deployment, tokens):
+                        wrong[deployment, tokens] = found
+    assert wrong == {}
+
+
+def test_a_prefix_hit_leaves_the_rest_in_its_place_when_kernel_blocks_differ() -> None:
+    # P's kernel blocks hold 4 tokens, D's 8.
+    deployment = Deployment(1, 1, split=2, prefix_caching=True)
+    cases = [(13, 1), (18, 1), (33, 2), (40, 1), (41, 5), (48, 2)]
+    wrong = {case: found for case in cases if (found := faults(deployment, *case))}
+    assert wrong == {}

@@ -1,0 +1,105 @@
+"""K09: a notification or handle release that raises costs a log line and a count, not the worker.
+
+Whatever leaves `start_load_kv` or `get_finished` as an exception ends the engine and every
+request on it. Neither a peer nor NIXL may have that power.
+"""
+
+from __future__ import annotations
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+from tests.nixl_worker import (
+    connect,
+    hold,
+    lives,
+    make_worker,
+    nixl_of,
+    raising,
+    receive,
+    step,
+)
+
+BROKEN = RuntimeError("broken")
+
+
+def reading() -> NixlConnectorWorker:
+    worker = make_worker()
+    connect(worker, "P")
+    receive(worker, "req-d", local_blocks=[[1, 2]])
+    return worker
+
+
+def counted(worker: NixlConnectorWorker, what: str) -> int:
+    return len(worker.xfer_stats.data[what])
+
+
+def test_a_handle_that_cannot_be_released_does_not_take_back_what_has_arrived() -> None:
+    worker = reading()
+    nixl = nixl_of(worker)
+    nixl.on["release_xfer_handle"] = raising(BROKEN)
+    nixl.finish(*nixl.reads)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert counted(worker, "num_failed_transfers") == 1
+
+
+def test_telemetry_that_cannot_be_had_does_not_take_back_what_has_arrived() -> None:
+    worker = reading()
+    nixl = nixl_of(worker)
+    nixl.on["get_xfer_telemetry"] = raising(BROKEN)
+    nixl.finish(*nixl.reads)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert counted(worker, "num_failed_transfers") == 1
+    assert all(read.released for read in nixl.reads)
+
+
+@pytest.mark.parametrize("poll", [lambda handle: "ERR", raising(BROKEN)], ids=["ERR", "raises"])
+def test_a_failed_read_whose_handle_cannot_be_released_is_reported(poll: object) -> None:
+    worker = reading()
+    nixl = nixl_of(worker)
+    nixl.on["check_xfer_state"] = poll  # type: ignore[assignment]
+    nixl.on["release_xfer_handle"] = raising(BROKEN)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert lives(step, worker) == (set(), set())
+
+
+def test_notifications_that_cannot_be_fetched_are_fetched_later() -> None:
+    worker = make_worker(engine_id="P")
+    nixl = nixl_of(worker)
+    hold(worker, "req-p")
+    nixl.on["get_new_notifs"] = raising(BROKEN)
+    assert lives(step, worker) == (set(), set())
+    assert counted(worker, "num_failed_notifications") == 1
+    del nixl.on["get_new_notifs"]
+    nixl.inbox = {"D": [b"req-p:1"]}
+    assert lives(step, worker)[0] == {"req-p"}
+
+
+@pytest.mark.parametrize(
+    "payload",
+    [b"", b"\xff\xfe:1", b"req-p", b"req-p:", b"req-p:one", b"req-p:0", b"req-p:-1", b"req-p:3"],
+)
+def test_a_notification_that_makes_no_sense_is_dropped_and_the_others_are_not(
+    payload: bytes,
+) -> None:
+    worker = make_worker(engine_id="P", tp_size=2)
+    hold(worker, "req-p")
+    nixl_of(worker).inbox = {"D": [payload, b"req-p:2"]}
+    assert lives(step, worker)[0] == {"req-p"}
+    assert counted(worker, "num_failed_notifications") == 1
+
+
+def test_a_worker_that_shuts_down_cleans_up_behind_a_handle_that_cannot_be_released() -> None:
+    worker = reading()
+    connect(worker, "Q")
+    nixl = nixl_of(worker)
+    nixl.on["release_xfer_handle"] = raising(BROKEN)
+    try:
+        lives(worker.shutdown)
+        assert len(nixl.called("remove_remote_agent")) == 2
+        assert nixl.called("deregister_memory")
+    finally:
+        del nixl.on["release_xfer_handle"]

@@ -1,0 +1,270 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block of the prefill side goes into which block of ours.
+
+Schedulers count in *logical* blocks (``--block-size`` tokens), attention kernels and transfers
+in *kernel* blocks. An engine's ratio is how many of its kernel blocks make one of its logical
+blocks: logical block ``b`` is kernel blocks ``b * ratio`` to ``b * ratio + ratio - 1``. P and D
+choose their ratios independently (a Mamba hybrid's depends on its TP size), so the ids that P
+sends mean nothing without *P's* ratio. A wrong ratio is not an error anywhere: some other
+request's KV arrives and is used. Hence the rule here: pair blocks rightly, or refuse the peer in
+the handshake, before the first read.
+
+Block ids are lists with one list of ids for each KV-cache group, in the order of the groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
+
+import numpy as np
+from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import (
+    compute_physical_blocks_per_logical,
+)
+from vllm.logger import init_logger
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+logger = init_logger(f"vllm.{__name__}")
+
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+def method(function: _Function) -> _Function:
+    """Return `function`; a class body that assigns the result has it as a method."""
+    return function
+
+
+# ---------------------------------------------------------------- the handshake
+
+
+def peer_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> int:
+    """Return how many kernel blocks make one logical block of `peer`.
+
+    Since 0.21.0 the handshake says it (`physical_blocks_per_logical_kv_block`); our 0.20.x says
+    it in the same field, stock 0.20.x does not, and nothing else on the wire tells: kernel block
+    size, number of kernel blocks and bytes of a kernel block are the same for every ratio. Then
+    the release's own assumption stands, as long as what we can see does not refute it: a
+    Mamba hybrid has the smallest ratio whose logical block holds one state, any other model has
+    our ratio.
+
+    Raises:
+        RuntimeError: the ratio cannot be right, or is unknown and our own engine shows that the
+            assumption does not hold for this deployment.
+    """
+    own = worker._physical_blocks_per_logical_kv_block
+    ratio: int | None = peer.physical_blocks_per_logical_kv_block
+    if ratio is None:
+        ratio = _assumed_ratio(worker, peer)
+    if ratio < 1 or peer.num_blocks % ratio:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has {peer.num_blocks} kernel blocks, "
+            f"which are no whole number of logical blocks of {ratio} (ours have {own}). "
+            "Start prefill and decode with the same --block-size."
+        )
+    return ratio
+
+
+def _assumed_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> int:
+    """The ratio of a peer that does not say it, by the rule that stock 0.20.x follows."""
+    own = worker._physical_blocks_per_logical_kv_block
+    if not worker._has_mamba:
+        logger.warning_once(
+            "NIXL handshake: engine %s does not say how many kernel blocks make one of its "
+            "logical blocks; assuming %d, as on this engine. Make sure that it runs with the "
+            "same --block-size, or upgrade it.",
+            peer.engine_id,
+            own,
+        )
+        return own
+    smallest = compute_physical_blocks_per_logical(
+        worker._mamba_ssm_size, worker.block_len_per_layer[0]
+    )
+    if own != smallest:
+        # The rule gives the wrong answer for ourselves, so why should it be right for the peer?
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} does not say how many kernel blocks make "
+            f"one of its logical blocks. It cannot be inferred either: the inference gives "
+            f"{smallest} for this engine, which has {own}. Upgrade the other engine, or start "
+            "both without --block-size."
+        )
+    return compute_physical_blocks_per_logical(peer.ssm_sizes, peer.block_lens[0])
+
+
+def refuse_unpairable_hybrid(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """Refuse a peer of a Mamba hybrid whose blocks could not be paired with ours.
+
+    With different ratios, blocks are paired from the start of the prompt (see
+    `apply_prefix_caching`), so both sides must hold it from the start: no prefix hits here, no
+    group that keeps only a window of the prompt.
+
+    Raises:
+        RuntimeError: the ratios differ and one of those is in use; or an earlier handshake with
+            this engine id found another ratio, which descriptors already prepared go by.
+    """
+    own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
+    assert worker.transfer_topo is not None  # noqa: S101 - for mypy: set before any handshake
+    known = worker.transfer_topo.get_engine_info(peer.engine_id).remote_physical_blocks_per_logical
+    if known != ratio:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} came back with {ratio} instead of {known} "
+            "kernel blocks in a logical block. Restart it with its former settings or under "
+            "another engine id."
+        )
+    if ratio == own or not worker._has_mamba:
+        return
+    if worker.vllm_config.cache_config.enable_prefix_caching:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has {ratio} kernel blocks in a logical "
+            f"block, this engine {own}. A hybrid model with Mamba layers can then not be "
+            "received while prefix caching is on: start this engine with "
+            "--no-enable-prefix-caching."
+        )
+    specs = [group.kv_cache_spec for group in worker.kv_cache_config.kv_cache_groups]
+    if windowed := [type(spec).__name__ for spec in specs if not _holds_all_tokens(spec)]:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has {ratio} kernel blocks in a logical "
+            f"block, this engine {own}. This model cannot be received then, because not every "
+            f"layer keeps the whole prompt ({', '.join(windowed)}): use the same "
+            "--tensor-parallel-size and --block-size on both."
+        )
+
+
+def _holds_all_tokens(spec: KVCacheSpec) -> bool:
+    """Whether a group keeps every token's KV, or a state (which has no tokens to pair)."""
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        return all(map(_holds_all_tokens, spec.kv_cache_specs.values()))
+    return isinstance(spec, FullAttentionSpec | MambaSpec)
+
+
+def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """Refuse a peer whose ratio differs from ours, for a model without Mamba layers.
+
+    There the ratio follows from ``--block-size`` alone, and a prefix hit at our block size may
+    end inside a block of the peer.
+
+    Raises:
+        RuntimeError: the ratios differ.
+    """
+    own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
+    if not worker._has_mamba and ratio != own:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has {ratio} kernel blocks in a logical "
+            f"block ({ratio * peer.block_size} tokens), this engine {own} "
+            f"({own * worker.block_size} tokens). Start prefill and decode with the same "
+            "--block-size."
+        )
+
+
+# ---------------------------------------------------------------- the read
+
+
+def logical_to_remote_kernel_block_ids(
+    worker: NixlConnectorWorker, block_ids: BlockIds, remote_physical_per_logical: int
+) -> BlockIds:
+    """Return the peer's kernel blocks that make its logical blocks `block_ids`.
+
+    A Mamba group's blocks are states, which no kernel divides: their ids stay.
+    """
+    if remote_physical_per_logical == 1:
+        return block_ids
+    within = np.arange(remote_physical_per_logical)
+    groups = worker.kv_cache_config.kv_cache_groups
+    return [
+        ids
+        if isinstance(groups[i].kv_cache_spec, MambaSpec)
+        else np.add.outer(np.asarray(ids, dtype=np.int64) * remote_physical_per_logical, within)
+        .ravel()
+        .tolist()
+        for i, ids in enumerate(block_ids)
+    ]
+
+
+def apply_prefix_caching(
+    worker: NixlConnectorWorker,
+    local_block_ids: BlockIds,
+    remote_block_ids: BlockIds,
+    remote_physical_per_logical: int,
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Cut kernel block ids so that the n-th local block takes the n-th remote block.
+
+    With one ratio on both sides the lists end with the same block of the prompt, and a prefix
+    hit makes ours shorter: the peer's lose the blocks that we hold already, at the front. With
+    two ratios, which `refuse_unpairable_hybrid` allows only without prefix hits, both start with
+    the prompt and one side has more padding after it: the longer list loses its end.
+
+    Returns:
+        Local and remote ids, equally many in each group.
+
+    Raises:
+        ValueError: the lists cannot belong to the same prompt.
+    """
+    local, remote = list(local_block_ids), list(remote_block_ids)
+    for i, theirs in enumerate(remote):
+        if len(theirs) != len(local[i]):
+            local[i], remote[i] = _cut(worker, i, local[i], theirs, remote_physical_per_logical)
+    return local, remote
+
+
+def _cut(
+    worker: NixlConnectorWorker, group: int, ours: list[int], theirs: list[int], ratio: int
+) -> tuple[list[int], list[int]]:
+    """Cut the lists of one group, which differ in length; see `apply_prefix_caching`."""
+    own = worker._physical_blocks_per_logical_kv_block
+    surplus = len(theirs) - len(ours)
+    if isinstance(worker.kv_cache_config.kv_cache_groups[group].kv_cache_spec, MambaSpec):
+        pass  # a state is whole or worthless
+    elif not worker._has_mamba or ratio == own:
+        if surplus > 0:
+            return ours, theirs[surplus:]
+    elif abs(surplus) < max(own, ratio):
+        shorter = min(len(ours), len(theirs))
+        return ours[:shorter], theirs[:shorter]
+    raise ValueError(
+        f"KV-cache group {group} has {len(ours)} local and {len(theirs)} remote blocks, which do "
+        f"not hold the same prompt (kernel blocks in a logical block: local {own}, remote {ratio})"
+    )
+
+
+def pair_smaller_blocks(
+    worker: NixlConnectorWorker,
+    local_block_ids: BlockIds,
+    remote_block_ids: BlockIds,
+    block_size_ratio: int,
+) -> tuple[BlockIds, BlockIds]:
+    """Pair our kernel blocks with a peer's that hold fewer tokens; one KV-cache group.
+
+    Each of ours is read in `block_size_ratio` parts, numbered as `get_mapped_blocks` does it.
+    The peer holds the whole prompt, so the length of its list tells how many logical blocks the
+    prompt takes here; those that we do not ask for are the prefix hit.
+
+    Returns:
+        Parts of local blocks and remote blocks, equally many and of the same tokens. No local
+        group at all where nothing is to be read.
+
+    Raises:
+        ValueError: we ask for more blocks than the prompt has.
+    """
+    if not any(local_block_ids):
+        return [], remote_block_ids
+    [ours], [theirs] = local_block_ids, remote_block_ids
+    parts = worker.get_mapped_blocks(np.asarray(ours), block_size_ratio).tolist()
+    parts_per_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
+    whole_prompt = -(-len(theirs) // parts_per_logical) * parts_per_logical
+    hit = whole_prompt - len(parts)
+    if hit < 0:
+        raise ValueError(
+            f"{len(ours)} local blocks of {block_size_ratio} parts were asked for, but "
+            f"{len(theirs)} remote blocks fill only {whole_prompt} parts"
+        )
+    wanted = theirs[hit:]
+    return [parts[: len(wanted)]], [wanted]

@@ -1,0 +1,168 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `kv_transfer_params` must look like for NIXL; they come from a client.
+
+Their form is what a prefill server hands out (`NixlConnectorScheduler.request_finished`):
+`remote_engine_id`, `remote_request_id`, `remote_host`, `remote_port`, `tp_size` say whom to talk
+to, `remote_block_ids` (one list of block numbers for each KV-cache group) what to read. Whom to
+talk to is enough to tell the prefill server that it may free its blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+MAX_TP_SIZE = 1024
+"""Ranks. Every rank of the peer that a worker reads from costs a handshake, so a number that no
+deployment has must not start a million of them."""
+
+MAX_BLOCK_ID = 2**31 - 1
+"""Block numbers are 32-bit in vLLM's block tables."""
+
+MAX_DEPTH = 16
+"""Levels of lists and objects inside a field; block numbers are two deep."""
+
+MAX_ID_LENGTH = 4096
+"""Characters in an id; a prefill server's request id may hold one that its client chose."""
+
+
+class Problem(NamedTuple):
+    """A field that cannot be used, and why, in words that continue the field's name."""
+
+    field: str
+    reason: str
+
+    def __str__(self) -> str:
+        return f"kv_transfer_params{'.' * bool(self.field)}{self.field} {self.reason}"
+
+
+def find_problem(params: object, *, groups: int | None = None) -> Problem | None:
+    """Say what keeps blocks from being read with these parameters, if they ask for that.
+
+    `groups` is the number of KV-cache groups of the engine that reads; None where that is not
+    known, as in the API server.
+    """
+    if params is None:
+        return None
+    if not isinstance(params, dict):
+        return Problem("", f"must be an object, not {_type(params)}")
+    for flag in ("do_remote_prefill", "do_remote_decode"):
+        if not isinstance(params.get(flag), bool | None):
+            return Problem(flag, f"must be true or false, not {_type(params[flag])}")
+    if not asks_for_blocks(params):
+        return None
+    return peer_problem(params) or _blocks_problem(params, groups) or _tokens_problem(params)
+
+
+def find_unsendable(params: object) -> Problem | None:
+    """Say what could not be sent to the engine core, whatever connector it is meant for.
+
+    A request that turns out to be unsendable when it is sent stays on the API server's books for
+    ever. The wire carries 64-bit integers and whole characters; depth costs its encoder stack.
+    """
+    fields = params.items() if isinstance(params, dict) else [("", params)]
+    for field, top in fields:
+        level: list[object] = [field, top]
+        for _ in range(MAX_DEPTH):
+            if reason := next(filter(None, map(_unsendable, level)), None):
+                return Problem(field if field.isascii() else "", reason)
+            level = [inner for value in level for inner in _inside(value)]
+        if level:
+            return Problem(field, f"must not be nested deeper than {MAX_DEPTH} levels")
+    return None
+
+
+def _unsendable(value: object) -> str | None:
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return "must not hold integers of more than 64 bits"
+    if isinstance(value, str) and not _is_unicode(value):
+        return "is not valid Unicode"
+    return None
+
+
+def _inside(value: object) -> list[object]:
+    if isinstance(value, dict):
+        return [*value.keys(), *value.values()]
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def asks_for_blocks(params: dict[str, Any]) -> bool:
+    """Whether blocks wait on a peer; a prefill server may be offered some in its turn."""
+    return bool(
+        params.get("do_remote_prefill")
+        or (params.get("do_remote_decode") and params.get("remote_block_ids"))
+    )
+
+
+def peer_problem(params: dict[str, Any]) -> Problem | None:
+    """Say what keeps the peer from being talked to."""
+    for field, limit in (
+        ("remote_engine_id", MAX_ID_LENGTH),
+        ("remote_request_id", MAX_ID_LENGTH),
+        ("remote_host", 255),
+    ):
+        if problem := _text_problem(params, field, limit):
+            return problem
+    if problem := _number_problem(params, "remote_port", 1, 65535):
+        return problem
+    if "tp_size" in params:  # a prefill server without tensor parallelism need not say so
+        return _number_problem(params, "tp_size", 1, MAX_TP_SIZE)
+    return None
+
+
+def _blocks_problem(params: dict[str, Any], groups: int | None) -> Problem | None:
+    field = "remote_block_ids"
+    ids = params.get(field)
+    if ids is None:
+        return Problem(field, "is missing")
+    if not isinstance(ids, list | tuple) or not ids:
+        return Problem(field, "must be a list with one list of block numbers per KV-cache group")
+    if groups is not None and len(ids) != groups:
+        return Problem(field, f"has {len(ids)} KV-cache groups, this engine has {groups}")
+    for group in ids:
+        if not isinstance(group, list | tuple):
+            return Problem(field, f"must hold lists of block numbers, not {_type(group)}")
+        for block in group:
+            if type(block) is not int or not 0 <= block <= MAX_BLOCK_ID:
+                return Problem(field, f"must hold block numbers from 0 to {MAX_BLOCK_ID}")
+    return None
+
+
+def _tokens_problem(params: dict[str, Any]) -> Problem | None:
+    if params.get("remote_num_tokens") is None:
+        return None
+    return _number_problem(params, "remote_num_tokens", 0, 2**63 - 1)
+
+
+def _text_problem(params: dict[str, Any], field: str, limit: int) -> Problem | None:
+    value = params.get(field)
+    if value is None:
+        return Problem(field, "is missing")
+    if not isinstance(value, str):
+        return Problem(field, f"must be a string, not {_type(value)}")
+    if not 0 < len(value) <= limit:
+        return Problem(field, f"must have 1 to {limit} characters, not {len(value)}")
+    return None if _is_unicode(value) else Problem(field, "is not valid Unicode")
+
+
+def _is_unicode(text: str) -> bool:
+    """JSON can spell half a character, which no encoding has."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _number_problem(params: dict[str, Any], field: str, low: int, high: int) -> Problem | None:
+    value = params.get(field)
+    if field not in params:
+        return Problem(field, "is missing")
+    if type(value) is not int:  # a bool is an int to Python, not to a reader
+        return Problem(field, f"must be an integer, not {_type(value)}")
+    if not low <= value <= high:
+        return Problem(field, f"must be from {low} to {high}")
+    return None
+
+
+def _type(value: object) -> str:
+    return "null" if value is None else type(value).__name__

@@ -1,0 +1,357 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the receive of a request's KV fails on a decode worker, and how nothing else does.
+
+The life of one receive, which the scheduler asks for in `start_load_kv` and awaits in
+`get_finished`::
+
+    handshake ──► reading ──► received ──► reported
+        │            │
+        └──────►  failing  ──► failed ──► reported
+
+=========  =============================  =================================================
+state      where it is kept               what may happen
+=========  =============================  =================================================
+handshake  `_recving_metadata`            it fails, on the handshake thread
+reading    also in `_recving_transfers`   a read is posted, completes, or fails
+failing    also in `Receives._failed`     reads in flight end; none is posted any more
+failed     not in `_recving_transfers`    nothing: the next `get_finished` reports it
+reported   nowhere                        the id may be used again
+=========  =============================  =================================================
+
+A read is in flight from being posted until NIXL says DONE or ERR, or raises when asked. NIXL
+raises for every status but success and in-progress (`getXferStatus`), and those statuses are
+final; releasing the handle cancels what may be left.
+
+Who is told what: the scheduler hears of each awaited receive once, after its last read, and
+which blocks are invalid no later than that; a P rank hears of each read that completed from NIXL
+itself, and of each that will never complete from us. Failures are counted and logged, and none
+of them leaves `start_load_kv` or `get_finished`.
+
+Each class below is one fix and stands on the one before it; the hook in the worker's constructor
+names the last. Everything runs on the worker's main thread but `handshake_failed`, which only
+puts into a queue.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterable, Set
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        ReqId,
+        ReqMeta,
+        TransferHandle,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+logger = init_logger(__name__)
+
+
+class FailedReceive:
+    """A receive that failed and is not reported yet.
+
+    Attributes:
+        meta: what the scheduler asked for.
+        polled: the failure came from polling a read, so polling also sees the end of the rest.
+            Only 40364 on its own goes by it; from K01 on, what is in flight decides.
+        unread: ranks of P whose read did not complete, and will not.
+    """
+
+    __slots__ = ("meta", "polled", "unread")
+
+    def __init__(self, meta: ReqMeta, polled: bool) -> None:
+        self.meta = meta
+        self.polled = polled
+        self.unread: set[int] = set()
+
+
+class Receives:
+    """40364: every failure of a receive reaches the scheduler, and the worker goes on.
+
+    `fail` is the one place for all of them (`NixlConnectorWorker._handle_failed_transfer`): the
+    blocks become invalid, `kv_load_failure_policy` decides in the scheduler what that means, and
+    a failed receive is never synced or post-processed.
+    """
+
+    def __init__(self, worker: NixlConnectorWorker) -> None:
+        self._worker = worker
+        self._failed: dict[ReqId, FailedReceive] = {}
+        # All that crosses from the handshake thread.
+        self._failed_handshakes: queue.Queue[tuple[ReqId, ReqMeta]] = queue.Queue()
+
+    # From start_load_kv.
+
+    def start(self, req_id: ReqId, meta: ReqMeta) -> None:
+        """Post the reads of a request whose peer is connected."""
+        try:
+            self._worker._read_blocks_for_req(req_id, meta)
+        except Exception as error:
+            # Not NIXL's refusal of a read, which `_read_blocks` handles, but what P said about
+            # itself or this request making no sense here.
+            self._worker._log_failure(
+                failure_type="transfer_setup_failed",
+                req_id=req_id,
+                msg="Marking blocks as invalid",
+                error=error,
+                meta=meta,
+            )
+            self._fail_before_reading(req_id, meta)
+
+    # From the handshake thread.
+
+    def handshake_failed(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
+        """Hand a failed handshake over to the main thread."""
+        self._failed_handshakes.put((req_id, meta))
+        self._worker._log_failure(
+            failure_type="handshake_failed", req_id=req_id, error=error, meta=meta
+        )
+
+    # Failing.
+
+    def fail(self, req_id: ReqId, handle: TransferHandle | None) -> None:
+        """Record that a receive fails; `handle` is the read that failed, if one was made."""
+        self._worker.xfer_stats.record_failed_transfer()
+        # Reads are taken off this list after they have been polled.
+        polled = handle is not None and handle in self._reads_in_flight(req_id)
+        meta = self._worker._recving_metadata.get(req_id)
+        if meta is not None:
+            self._failed.setdefault(req_id, FailedReceive(meta, polled)).polled &= polled
+            self._worker._invalid_block_ids.update(self._blocks(meta))
+        if handle is not None:
+            self.release(handle)
+
+    def invalidate_unconnected(self) -> None:
+        """Fail the receives whose handshake has failed since the last call."""
+        # One consumer: what is not empty now can be taken.
+        while not self._failed_handshakes.empty():
+            self._fail_before_reading(*self._failed_handshakes.get_nowait())
+
+    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
+        """Fail a receive as a whole, not by one of its reads."""
+        # Upstream annotates the handle as never None, as long as only reads can fail.
+        self._worker._handle_failed_transfer(req_id, None)  # type: ignore[arg-type, unused-ignore]
+
+    def _blocks(self, meta: ReqMeta) -> Iterable[int]:
+        """The logical blocks that become invalid with a receive."""
+        groups = () if self._worker._is_hma_required else meta.local_block_ids[:1]
+        return chain.from_iterable(groups)
+
+    def release(self, handle: TransferHandle) -> None:
+        """Give the handle of a read that has ended, or shall, back to NIXL."""
+        self._worker.nixl_wrapper.release_xfer_handle(handle)
+
+    def _reads_in_flight(self, req_id: ReqId) -> Iterable[TransferHandle]:
+        return self._worker._recving_transfers.get(req_id, ())
+
+    # From get_finished.
+
+    def pop_ended(self) -> set[ReqId]:
+        """Take the receives that are to be reported now, received or failed."""
+        # Runs in every engine step, and mostly there is nothing to do.
+        transfers = self._worker._recving_transfers
+        ended = self._worker._pop_done_transfers(transfers) if transfers else set()
+        if self._failed_handshakes.queue:  # as empty() would say, without its lock
+            self.invalidate_unconnected()
+        if self._failed:
+            ended.update(r for r, failed in self._failed.items() if self._is_over(r, failed))
+        return ended
+
+    def has_failed(self, req_id: ReqId) -> bool:
+        """Whether a receive that has ended failed; asked once for each, when it is reported."""
+        failed = self._failed.pop(req_id, None)
+        if failed is None:
+            return False
+        self._report(req_id, failed)
+        return True
+
+    def _is_over(self, req_id: ReqId, failed: FailedReceive) -> bool:
+        """Whether a receive that polling has not found to be through is to be reported now."""
+        return not failed.polled
+
+    def _report(self, req_id: ReqId, failed: FailedReceive) -> None:
+        logger.warning(
+            "Reporting request %s as failed to receive: kv_load_failure_policy applies", req_id
+        )
+
+
+class ReceivesWithReads(Receives):
+    """K01: a failed receive is reported once, and only after its last read in flight has ended.
+
+    Until then NIXL may write into its blocks, and the scheduler must not hand them on.
+    """
+
+    def stopped(self, req_id: ReqId, rank: int) -> bool:
+        """Whether the read from P's `rank`, about to be posted, is not worth it any more."""
+        return req_id in self._failed
+
+    def _is_over(self, req_id: ReqId, failed: FailedReceive) -> bool:
+        return req_id not in self._worker._recving_transfers
+
+
+class ReceivesOfGroups(ReceivesWithReads):
+    """K02: a failed receive invalidates the blocks of every KV-cache group."""
+
+    def _blocks(self, meta: ReqMeta) -> Iterable[int]:
+        return chain.from_iterable(meta.local_block_ids)
+
+
+class AwaitedReceives(ReceivesOfGroups):
+    """K03: a receive without blocks, which only tells P to free its own, is never reported.
+
+    The scheduler asks for it with no group at all: it awaits nothing, and may have forgotten the
+    request by now. A receive that is awaited has a list for each group.
+    """
+
+    def asked_for(self, req_id: ReqId, meta: ReqMeta) -> None:
+        """Keep what is needed until the receive is reported, if it is going to be."""
+        if meta.local_block_ids:
+            self._worker._recving_metadata[req_id] = meta
+
+    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
+        if meta.local_block_ids:
+            super()._fail_before_reading(req_id, meta)
+        else:
+            self._worker.xfer_stats.record_failed_notification()
+
+
+class GuardedReceives(AwaitedReceives):
+    """K09: what NIXL refuses besides a read costs a log line and a count.
+
+    The KV of a read that is DONE is there, whatever happens to its handle or telemetry. A
+    handle that cannot be released is left to NIXL, which keeps such handles until its agent ends.
+    """
+
+    def read_done(self, req_id: ReqId, handle: TransferHandle) -> None:
+        """Record a read that completed, and give its handle back."""
+        try:
+            telemetry = self._worker.nixl_wrapper.get_xfer_telemetry(handle)
+            self._worker.xfer_stats.record_transfer(telemetry)
+        except Exception as error:
+            self._log("telemetry_failed", error, req_id)
+            self._worker.xfer_stats.record_failed_transfer()
+        self.release(handle)
+
+    def release(self, handle: TransferHandle) -> None:
+        """Give the handle of a read that has ended, or shall, back to NIXL."""
+        try:
+            super().release(handle)
+        except Exception as error:
+            self._log("handle_release_failed", error)
+            self._worker.xfer_stats.record_failed_transfer()
+
+    def tell(self, agent: str, notification: bytes, req_id: ReqId) -> None:
+        """Notify an agent of P; where that fails its blocks wait for P's timeout."""
+        try:
+            self._worker.nixl_wrapper.send_notif(agent, notif_msg=notification)
+        except Exception as error:
+            self._log("notification_failed", error, req_id, remote_agent_name=agent)
+            self._worker.xfer_stats.record_failed_notification()
+
+    def notifications(self) -> Iterable[list[bytes]]:
+        """Return what peers have sent since the last call, without what cannot be read."""
+        try:
+            arrived = self._worker.nixl_wrapper.get_new_notifs()
+        except Exception as error:
+            self._log("notification_poll_failed", error)
+            self._worker.xfer_stats.record_failed_notification()
+            return ()
+        if not arrived:
+            return ()
+        return [[n for n in sent if self._readable(n, peer)] for peer, sent in arrived.items()]
+
+    def _readable(self, notification: bytes, peer: str) -> bool:
+        """Whether it is "<request id>:<ranks of the sender>", with ranks that we can serve."""
+        topology = self._worker.transfer_topo
+        assert topology is not None  # noqa: S101 - for mypy: set with the KV caches
+        try:
+            ranks = int(notification.decode("utf-8").rsplit(":", 1)[1])
+            if ranks < 1:
+                raise ValueError(f"{ranks} ranks")
+            topology.tp_ratio(ranks)
+        except Exception as error:
+            text = repr(notification)[:100]
+            self._log("notification_unreadable", error, remote_agent_name=peer, payload=text)
+            self._worker.xfer_stats.record_failed_notification()
+            return False
+        return True
+
+    def _log(
+        self,
+        what: str,
+        error: Exception,
+        req_id: ReqId | None = None,
+        **context: Any,  # noqa: ANN401 - whatever helps the operator
+    ) -> None:
+        self._worker._log_failure(failure_type=what, req_id=req_id, error=error, **context)
+
+
+class ToldReceives(GuardedReceives):
+    """K08: P's ranks that nobody will read from any more are told so, once, and free the blocks.
+
+    A rank whose read completed heard of it from NIXL, together with the data. Being told twice
+    would be worse than not at all: P counts its readers, and would free blocks that another rank
+    of ours still reads.
+    """
+
+    def __init__(self, worker: NixlConnectorWorker) -> None:
+        super().__init__(worker)
+        self._rank_read: dict[TransferHandle, int] = {}  # of the reads in flight
+
+    def read_posted(self, handle: TransferHandle, rank: int) -> None:
+        """Remember which rank of P a read is from."""
+        self._rank_read[handle] = rank
+
+    def read_done(self, req_id: ReqId, handle: TransferHandle) -> None:
+        """Record a read that completed, and give its handle back."""
+        self._rank_read.pop(handle, None)
+        super().read_done(req_id, handle)
+
+    def read_refused(self, req_id: ReqId, handle: TransferHandle | None, rank: int) -> None:
+        """Fail a receive because the read from P's `rank` could not be posted."""
+        self._worker._handle_failed_transfer(req_id, handle)  # type: ignore[arg-type, unused-ignore]
+        self._leave_unread(req_id, {rank})
+
+    def stopped(self, req_id: ReqId, rank: int) -> bool:
+        """Whether the read from P's `rank`, about to be posted, is not worth it any more."""
+        stopped = super().stopped(req_id, rank)
+        if stopped:
+            self._leave_unread(req_id, {rank})
+        return stopped
+
+    def fail(self, req_id: ReqId, handle: TransferHandle | None) -> None:
+        """Record that a receive fails; `handle` is the read that failed, if one was made."""
+        super().fail(req_id, handle)
+        if handle in self._rank_read:
+            self._leave_unread(req_id, {self._rank_read.pop(handle)})
+
+    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
+        super()._fail_before_reading(req_id, meta)
+        if meta.local_block_ids:
+            # Every rank that this worker shook hands with, but those whose read was posted.
+            reading = {self._rank_read.get(handle) for handle in self._reads_in_flight(req_id)}
+            self._leave_unread(req_id, self._agents(meta).keys() - reading)
+
+    def _leave_unread(self, req_id: ReqId, ranks: Set[int]) -> None:
+        if req_id in self._failed:
+            self._failed[req_id].unread |= ranks
+
+    def _report(self, req_id: ReqId, failed: FailedReceive) -> None:
+        super()._report(req_id, failed)
+        assert failed.meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+        text = f"{failed.meta.remote.request_id}:{self._worker.world_size}"
+        # A client may have made up an id that is no text; P does not know it anyhow.
+        notification = text.encode(errors="replace")
+        for rank, agent in self._agents(failed.meta).items():
+            if rank in failed.unread:
+                self.tell(agent, notification, req_id)
+
+    def _agents(self, meta: ReqMeta) -> dict[int, str]:
+        """P's agents by rank; none while there was no handshake."""
+        assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+        # Not by index: that would make the engine look connected.
+        return self._worker._remote_agents.get(meta.remote.engine_id, {})

@@ -1,0 +1,193 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The scheduler side of NIXL looks at `kv_transfer_params` once, before it believes them.
+
+Every request passes here, whoever made it. Parameters that cannot be used cost a line in the log:
+the prompt is computed by this engine, and the peer is told that it may free its blocks wherever
+the parameters are good enough for that.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from enum import Enum
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    Problem,
+    asks_for_blocks,
+    find_problem,
+    peer_problem,
+)
+
+if TYPE_CHECKING:
+    import zmq
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
+        NixlConnectorScheduler,
+    )
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+class Use(Enum):
+    """What NIXL does with a request's parameters."""
+
+    READ = "read the peer's blocks"
+    NOTIFY = "tell the peer that it may free them"
+    IGNORE = "nothing"
+
+
+class CheckedParams(dict[str, Any]):
+    """A request's parameters after the check; a plain dict to every other connector."""
+
+    use: Use = Use.READ
+
+
+def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
+    """What to do with the request's parameters; looks at them when it sees them first."""
+    params = request.kv_transfer_params
+    if params is None:
+        return Use.READ  # upstream's own code deals with nothing
+    if type(params) is not CheckedParams:
+        params = request.kv_transfer_params = _check(scheduler, request, params)
+    return params.use
+
+
+def _check(scheduler: NixlConnectorScheduler, request: Request, params: object) -> CheckedParams:
+    groups = len(scheduler.kv_cache_config.kv_cache_groups)
+    checked = CheckedParams(params if isinstance(params, dict) else {})
+    ids = checked.get("remote_block_ids")
+    if groups == 1 and ids and isinstance(ids, list) and all(type(i) is int for i in ids):
+        # Earlier releases knew one group only and had no list around it; code that makes
+        # requests in this process may still do so. From a client it is refused (400).
+        checked["remote_block_ids"] = [ids]
+    problem = (
+        find_problem(checked if isinstance(params, dict) else params, groups=groups)
+        or _engine_problem(scheduler, checked)
+        or _coverage_problem(scheduler, request, checked)
+    )
+    if problem is None:
+        return checked
+    if not isinstance(checked.get("do_remote_decode"), bool | None):
+        checked["do_remote_decode"] = False  # no role for us that anybody could rely on
+    owner_known = asks_for_blocks(checked) and peer_problem(checked) is None
+    if owner_known:
+        # A receive that reads nothing is how a worker notifies; it still looks at the groups.
+        checked |= {"remote_block_ids": [[] for _ in range(groups)], "remote_num_tokens": 0}
+    if checked.get("do_remote_decode") is True and not checked.get("do_remote_prefill"):
+        # Whatever it was offered to read, it prefills for somebody and must go on doing so.
+        if not owner_known:
+            checked["remote_block_ids"] = None
+    else:
+        checked.use = Use.NOTIFY if owner_known else Use.IGNORE
+    logger.warning(
+        "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; %s.",
+        request.request_id,
+        problem,
+        "their owner is told to free them"
+        if owner_known
+        else "their owner cannot be told and keeps them until its own timeout",
+    )
+    return checked
+
+
+def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) -> Problem | None:
+    """What this engine would promise to read and then not read: the request would wait forever."""
+    if not params.get("do_remote_decode") or not asks_for_blocks(params):
+        return None
+    if params.get("do_remote_prefill"):
+        if scheduler.use_host_buffer:
+            return Problem("do_remote_decode", "excludes do_remote_prefill with a host buffer")
+        return None
+    config = scheduler.vllm_config.kv_transfer_config
+    # From 0.21.0 on a prefill server can read from a decode server, if it is set up to.
+    if config is not None and config.get_from_extra_config("bidirectional_kv_xfer", False):
+        return None
+    return Problem("remote_block_ids", "cannot be read by this prefill server")
+
+
+def _coverage_problem(
+    scheduler: NixlConnectorScheduler, request: Request, params: CheckedParams
+) -> Problem | None:
+    """Too few blocks for the prompt. A worker that reads would run into that, and stop.
+
+    A peer's blocks may be smaller than ours but not larger (its handshake would fail), so it has
+    at least as many. State caches (Mamba) do not go by tokens, nor do hybrids' block sizes.
+    """
+    if scheduler._has_mamba or not asks_for_blocks(params):
+        return None
+    tokens = len(request.prompt_token_ids or ())
+    if not params.get("do_remote_prefill"):
+        tokens = min(tokens, params.get("remote_num_tokens") or 0)
+    parallel = scheduler.vllm_config.parallel_config
+    block_size = (
+        scheduler.block_size
+        * parallel.decode_context_parallel_size
+        * parallel.prefill_context_parallel_size
+    )
+    needed = cdiv(tokens, block_size)
+    for group, window in zip(params["remote_block_ids"], scheduler.blocks_per_sw, strict=True):
+        # Blocks outside a sliding window are never sent.
+        least = min(needed, window) if window and scheduler._is_hma_required else needed
+        if len(group) < least:
+            return Problem(
+                "remote_block_ids",
+                f"has {len(group)} blocks where {tokens} tokens need {least}",
+            )
+    return None
+
+
+def matches_only_readable(
+    method: Callable[[NixlConnectorScheduler, Request, int], tuple[int, bool]],
+) -> Callable[[NixlConnectorScheduler, Request, int], tuple[int, bool]]:
+    """Have `get_num_new_matched_tokens` promise tokens only where blocks can be read."""
+
+    @functools.wraps(method)
+    def wrapper(
+        self: NixlConnectorScheduler, request: Request, num_computed_tokens: int
+    ) -> tuple[int, bool]:
+        if _use(self, request) is not Use.READ:
+            return 0, False
+        return method(self, request, num_computed_tokens)
+
+    return wrapper
+
+
+def skips_ignored(nothing: object) -> Callable[[Method], Method]:
+    """Have a method that takes a request first return `nothing` for one that is not NIXL's."""
+
+    def decorate(method: Method) -> Method:
+        @functools.wraps(method)
+        def wrapper(
+            self: NixlConnectorScheduler,
+            request: Request,
+            *args: Any,  # noqa: ANN401 - passed on as they are
+            **kwargs: Any,  # noqa: ANN401
+        ) -> object:
+            if _use(self, request) is Use.IGNORE:
+                return nothing
+            return method(self, request, *args, **kwargs)
+
+        return cast("Method", wrapper)
+
+    return decorate
+
+
+def answer_handshake(
+    socket: zmq.Socket[bytes], identity: bytes, encoded: dict[int, bytes], rank: object
+) -> None:
+    """Answer a peer that asks for a rank's metadata; an empty answer fails its handshake.
+
+    The peer's client said how many ranks there are here. Asked for one that does not exist, the
+    listener must go on listening.
+    """
+    answer = encoded.get(rank) if isinstance(rank, int) else None
+    if answer is None:
+        logger.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
+    socket.send_multipart((identity, b"", answer or b""))

@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rejections as the handlers of the OpenAI-style endpoints see them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    find_problem,
+    find_unsendable,
+)
+from vllm_overlay.entrypoints.rejection import data_parallel_rank, notify, remote_prefill
+from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
+
+if TYPE_CHECKING:
+    from fastapi import Request
+    from vllm.engine.protocol import EngineClient
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.engine.serving import AnyRequest, OpenAIServing
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.sampling_params import SamplingParams
+
+T = TypeVar("T")
+
+
+class KVTransferRejection:
+    """A base for `OpenAIServing`."""
+
+    engine_client: EngineClient
+
+    @functools.cached_property
+    def has_kv_connector(self) -> bool:
+        """Whether this server moves KV blocks at all; else nothing waits anywhere."""
+        return self.engine_client.vllm_config.kv_transfer_config is not None
+
+    async def _with_kv_transfer_rejection_cleanup(
+        self,
+        awaitable: Awaitable[T],
+        request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        raw_request: Request | None,
+    ) -> T:
+        """Await a handler; free the prefill server's blocks if it raises or returns an error.
+
+        Where a route watches over the whole request (`KVTransferRoute`) that decides, later and
+        with better knowledge; this serves callers that use a handler without HTTP.
+        """
+        params = remote_prefill(request.kv_transfer_params)
+        if params is None or not self.has_kv_connector or current_exchange() is not None:
+            return await awaitable
+
+        async def reject() -> None:
+            await notify(
+                self.engine_client, request.request_id, params, data_parallel_rank(raw_request)
+            )
+
+        with open_exchange() as exchange:
+            rejected = True
+            try:
+                result = await awaitable
+                rejected = isinstance(result, ErrorResponse)
+            finally:
+                if rejected:
+                    await exchange.end(reject)
+        return result
+
+
+def frees_prefill_on_rejection(
+    create: Callable[..., Awaitable[Any]],
+) -> Callable[..., Awaitable[Any]]:
+    """Run a ``create_*`` method inside `_with_kv_transfer_rejection_cleanup`."""
+
+    @functools.wraps(create)
+    async def wrapper(
+        self: KVTransferRejection,
+        request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        raw_request: Request | None = None,
+    ) -> Any:  # noqa: ANN401 - whatever the endpoint returns
+        return await self._with_kv_transfer_rejection_cleanup(
+            create(self, request, raw_request), request, raw_request
+        )
+
+    return wrapper
+
+
+def checks_kv_transfer_params(
+    check: Callable[[OpenAIServing, AnyRequest], Awaitable[ErrorResponse | None]],
+) -> Callable[[OpenAIServing, AnyRequest], Awaitable[ErrorResponse | None]]:
+    """Have `_check_model`, the first thing that every handler does, look at the parameters too.
+
+    The answer is still open there, for a stream as well. Only NIXL's parameters are known in
+    detail; with several connectors they may be meant for another one.
+    """
+
+    @functools.wraps(check)
+    async def wrapper(self: OpenAIServing, request: AnyRequest) -> ErrorResponse | None:
+        if (error := await check(self, request)) is not None:
+            return error
+        params = _transfer_params(request)
+        if params is None:
+            return None
+        problem = find_unsendable(params)
+        config = self.engine_client.vllm_config.kv_transfer_config
+        if config is not None and config.kv_connector == "NixlConnector":
+            problem = problem or find_problem(params)
+        if problem is None:
+            return None
+        return self.create_error_response(
+            str(problem), param=f"kv_transfer_params.{problem.field}".rstrip(".")
+        )
+
+    return wrapper
+
+
+def _transfer_params(request: AnyRequest) -> object:
+    """A request's transfer parameters; many kinds of requests have no such field."""
+    sampling: SamplingParams | None = getattr(request, "sampling_params", None)
+    extra = (sampling.extra_args if sampling is not None else None) or {}
+    if "kv_transfer_params" in extra:
+        return extra["kv_transfer_params"]
+    return getattr(request, "kv_transfer_params", None)

@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One prefill request, one reader: transfer parameters when a request becomes several.
+
+A client's request may become several engine requests: `n` samples of a prompt, several prompts
+in one completion, further turns after a tool call. All carry the client's `kv_transfer_params`,
+which name the blocks of *one* request on the prefill server. That server frees them when the
+first reader is done, so a second one reads whatever has been put there since, or another
+prompt's KV in the first place. Therefore only the first of them keeps the parameters; the others
+compute their prompt, or find it in the prefix cache.
+
+The same holds on the prefill server, where each of them would hold its blocks for a reader, and
+the answer names those of one: the first prompt's first sample. See `RemembersTransfer`.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any, TypeVar
+
+from vllm.sampling_params import SamplingParams
+
+Params = TypeVar("Params")
+
+
+def transfer_once(params: Params, index: int) -> Params:
+    """Return the parameters for the `index`-th of the engine requests made of one request.
+
+    The first (0) gets `params` as they are. So do all of them where nothing is transferred. Any
+    other gets a copy without what belongs to the transfer: siblings share `params`, and whatever
+    else is in them (other connectors have settings there) stays.
+    """
+    if index == 0 or not isinstance(params, SamplingParams) or not params.extra_args:
+        return params
+    transfer = params.extra_args.get("kv_transfer_params")
+    if not isinstance(transfer, dict) or not (
+        transfer.get("do_remote_prefill") or transfer.get("do_remote_decode")
+    ):
+        return params
+    own = copy(params)
+    own.extra_args = {k: v for k, v in params.extra_args.items() if k != "kv_transfer_params"}
+    if rest := {name: value for name, value in transfer.items() if not _of_transfer(name)}:
+        own.extra_args["kv_transfer_params"] = rest
+    return own
+
+
+def transfer_done(params: Params) -> Params:
+    """Return the parameters for a further turn of a request whose first turn had `params`."""
+    return transfer_once(params, 1)
+
+
+def _of_transfer(name: str) -> bool:
+    return name.startswith(("do_remote_", "remote_")) or name == "tp_size"
+
+
+class RemembersTransfer:
+    """Mixin for `ParentRequest`: keeps what its first child's answer says about its KV.
+
+    The client's answer is made when the last child is done, which may be any of them.
+    """
+
+    _kv_transfer_params: dict[str, Any] | None = None
+
+    def answer_transfer(self, kv_transfer_params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Return what the answer says, given what the child that is heard just now says."""
+        if kv_transfer_params is not None:
+            self._kv_transfer_params = kv_transfer_params
+        return self._kv_transfer_params
