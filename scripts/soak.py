@@ -17,7 +17,7 @@ from scripts.terminal import entry, err
 
 _TESTS = ROOT / "tests" / "soak" / "test_receive.py"
 _SIDES = {
-    "stock": "test_the_stock_worker_reports_while_a_read_is_in_flight",
+    "stock": "test_the_machine_finds_the_race_of_the_stock_worker",
     "patched": "test_the_patched_worker_keeps_every_promise",
 }
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import pytest
+from vllm.engine.protocol import EngineClient
 
 from tests.serving_app import ENDPOINTS, REMOTE, body, serving
 
@@ -39,3 +41,18 @@ def test_where_nothing_waits_nothing_is_told(connector: str | None, params: obje
             assert server.core.requests == []
 
     asyncio.run(test())
+
+
+def test_an_engine_client_of_somebody_else_goes_on_working() -> None:
+    """One that does not know about rejections can be built; it cannot tell anybody."""
+    abstract = EngineClient.__abstractmethods__ - {"notify_kv_transfer_request_rejected"}
+    theirs: Any = type("Theirs", (EngineClient,), dict.fromkeys(abstract))
+    missing = None
+    try:
+        client = theirs()
+    except TypeError as error:
+        missing = str(error)
+    assert missing is None
+    notify = getattr(client, "notify_kv_transfer_request_rejected", None)
+    assert notify is not None
+    asyncio.run(notify("request", REMOTE))

@@ -60,41 +60,67 @@ def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
 
 
 def _check(scheduler: NixlConnectorScheduler, request: Request, params: object) -> CheckedParams:
-    groups = len(scheduler.kv_cache_config.kv_cache_groups)
     checked = CheckedParams(params if isinstance(params, dict) else {})
-    ids = checked.get("remote_block_ids")
-    if groups == 1 and ids and isinstance(ids, list) and all(type(i) is int for i in ids):
-        # Earlier releases knew one group only and had no list around it; code that makes
-        # requests in this process may still do so. From a client it is refused (400).
-        checked["remote_block_ids"] = [ids]
+    if "kv_cache_config" not in vars(scheduler):
+        # Made without its constructor, as some of vLLM's own tests do: it has no engine to fit.
+        return checked
+    groups = len(scheduler.kv_cache_config.kv_cache_groups)
+    _give_single_group_a_list(checked, groups)
     problem = (
         find_problem(checked if isinstance(params, dict) else params, groups=groups)
         or _engine_problem(scheduler, checked)
         or _coverage_problem(scheduler, request, checked)
     )
-    if problem is None:
-        return checked
-    if not isinstance(checked.get("do_remote_decode"), bool | None):
-        checked["do_remote_decode"] = False  # no role for us that anybody could rely on
-    owner_known = asks_for_blocks(checked) and peer_problem(checked) is None
-    if owner_known:
-        # A receive that reads nothing is how a worker notifies; it still looks at the groups.
-        checked |= {"remote_block_ids": [[] for _ in range(groups)], "remote_num_tokens": 0}
-    if checked.get("do_remote_decode") is True and not checked.get("do_remote_prefill"):
-        # Whatever it was offered to read, it prefills for somebody and must go on doing so.
-        if not owner_known:
-            checked["remote_block_ids"] = None
-    else:
-        checked.use = Use.NOTIFY if owner_known else Use.IGNORE
-    logger.warning(
-        "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; %s.",
-        request.request_id,
-        problem,
-        "their owner is told to free them"
-        if owner_known
-        else "their owner cannot be told and keeps them until its own timeout",
-    )
+    if problem is not None:
+        told = _disarm(scheduler, checked, groups)
+        logger.warning(
+            "Request %s cannot use the KV blocks it was given: %s. "
+            "Its prompt is computed here; %s.",
+            request.request_id,
+            problem,
+            "their owner is told to free them"
+            if told
+            else "their owner cannot be told and keeps them until its own timeout",
+        )
     return checked
+
+
+def _give_single_group_a_list(params: CheckedParams, groups: int) -> None:
+    """Accept the form of releases that knew one KV-cache group only.
+
+    Code that makes requests in this process may still use it; from a client it is refused.
+    """
+    ids = params.get("remote_block_ids")
+    if groups == 1 and ids and isinstance(ids, list) and all(type(i) is int for i in ids):
+        params["remote_block_ids"] = [ids]
+
+
+def _disarm(scheduler: NixlConnectorScheduler, params: CheckedParams, groups: int) -> bool:
+    """Leave of bad parameters what can still be acted upon: whom to tell, whom to prefill for.
+
+    Returns:
+        Whether the owner of the blocks will be told.
+    """
+    if not isinstance(params.get("do_remote_decode"), bool | None):
+        params["do_remote_decode"] = False  # no role for us that anybody could rely on
+    reads = params.get("do_remote_prefill") or _prefill_reads(scheduler)
+    told = bool(reads) and asks_for_blocks(params) and peer_problem(params) is None
+    if told:
+        # A receive that reads nothing is how a worker notifies; it still looks at the groups.
+        params |= {"remote_block_ids": [[] for _ in range(groups)], "remote_num_tokens": 0}
+    if params.get("do_remote_decode") and not params.get("do_remote_prefill"):
+        # It prefills for somebody and must go on doing so; only what it was offered is dropped.
+        if not told:
+            params["remote_block_ids"] = None
+    else:
+        params.use = Use.NOTIFY if told else Use.IGNORE
+    return told
+
+
+def _prefill_reads(scheduler: NixlConnectorScheduler) -> bool:
+    """Whether a prefill may read blocks from a decode server: if set up to, from 0.21.0 on."""
+    config = scheduler.vllm_config.kv_transfer_config
+    return bool(config and config.get_from_extra_config("bidirectional_kv_xfer", False))
 
 
 def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) -> Problem | None:
@@ -105,11 +131,9 @@ def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) ->
         if scheduler.use_host_buffer:
             return Problem("do_remote_decode", "excludes do_remote_prefill with a host buffer")
         return None
-    config = scheduler.vllm_config.kv_transfer_config
-    # From 0.21.0 on a prefill server can read from a decode server, if it is set up to.
-    if config is not None and config.get_from_extra_config("bidirectional_kv_xfer", False):
-        return None
-    return Problem("remote_block_ids", "cannot be read by this prefill server")
+    if not _prefill_reads(scheduler):
+        return Problem("remote_block_ids", "cannot be read by this prefill server")
+    return None
 
 
 def _coverage_problem(

@@ -168,6 +168,35 @@ def test_a_prefill_goes_on_whatever_it_was_offered(caplog: pytest.LogCaptureFixt
     assert asks_for_blocks(params)
 
 
+@pytest.mark.parametrize(("blocks", "computed"), [([[1, 2, -3]], (0, 40)), ([[1, 2, 3]], None)])
+def test_a_prefill_that_reads_from_a_decode_server(
+    blocks: list[list[int]], computed: tuple[int, int] | None
+) -> None:
+    """It is told like any other owner of blocks that cannot be read."""
+    engine = IdleEngine()
+    side = vars(engine.scheduler.connector)["connector_scheduler"]
+    if "is_bidirectional_kv_xfer_enabled" not in vars(side):
+        pytest.skip("from 0.21.0 on")
+    side.is_bidirectional_kv_xfer_enabled, side.kv_recompute_threshold = True, 0
+    config = engine.worker.vllm_config.kv_transfer_config
+    assert config is not None
+    config.kv_connector_extra_config["bidirectional_kv_xfer"] = True
+    connect(engine.worker, "P")
+    engine.ask("prefill", PROMPT, max_tokens=1)
+    offered = {"remote_block_ids": blocks, "remote_num_tokens": 40}
+    engine.scheduler.requests["prefill"].kv_transfer_params = {
+        **GOOD,
+        **offered,
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+    }
+    assert engine.step().computed.get("prefill") == computed
+    nixl = nixl_of(engine.worker)
+    nixl.finish(*nixl.in_flight())
+    assert engine.run()
+    assert nixl.heard == {"P/0": [b"at-p:1"]}
+
+
 def test_the_log_says_once_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
