@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.receive_machine import explore
+from tests.receive_machine import Fault, explore
 
 STEPS = 100_000
+REFUSALS: tuple[Fault, ...] = ("posting",)
 
 pytestmark = pytest.mark.timeout(5400)
 
@@ -31,5 +32,5 @@ def test_the_patched_worker_keeps_every_promise() -> None:
 def test_the_machine_finds_the_race_of_the_stock_worker() -> None:
     # It reports a receive while another rank's read is in flight, and dies when that one ends.
     with pytest.raises(AssertionError, match=r"in flight|not found in recving_metadata") as found:
-        explore(STEPS, faults=("posting",), claims=("lives", "once"), shrink=False)
+        explore(STEPS, faults=REFUSALS, claims=("lives", "once"), shrink=False)
     print(str(found.value).splitlines()[0])
