@@ -18,12 +18,9 @@ from pathlib import Path
 from scripts.environment import Environment, stage
 from scripts.errors import CheckFailedError
 from scripts.lock import locked_release
-from scripts.overlay import overlay_files, stamp_all
-from scripts.patch import apply_patches
 from scripts.proc import run
 from scripts.project import ROOT
 from scripts.series import load_series
-from scripts.source import read_source
 
 _CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]
 _WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker"
@@ -65,11 +62,7 @@ def measure_worker(release: str, turns: int) -> WorkerReport:
     environment = Environment(release).make()
     environment.install(environment.stock)
     patches = load_series(locked_release(release).line).patches
-    texts, _ = apply_patches(patches, lambda path: read_source(release, path))
-    changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
-    shadow = environment.shadow(
-        ROOT / ".nox" / f"bench-{release}", {**changed, **overlay_files(patches)}
-    )
+    shadow = environment.shadow(ROOT / ".nox" / f"bench-{release}", patches)
     times: dict[str, list[tuple[float, float]]] = {call: [] for call in _CALLS}
     with ExitStack() as stack:
         stock = stack.enter_context(_process(environment, None))

@@ -11,13 +11,17 @@ import os
 import platform
 import shutil
 import sys
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from scripts.index import fetch
 from scripts.lock import locked_release
-from scripts.overlay import PACKAGE
+from scripts.overlay import PACKAGE, overlay_files, stamp_all
+from scripts.patch import Patch, apply_patches
 from scripts.proc import run
 from scripts.project import ROOT, read_toml
+from scripts.source import read_source
 from scripts.terminal import err
 
 
@@ -88,16 +92,19 @@ class Environment:
         result = run([self.python, "-c", "import sysconfig; print(sysconfig.get_path('platlib'))"])
         return Path(result.stdout.strip())
 
-    def shadow(self, folder: Path, changed: dict[str, bytes]) -> Path:
-        """Make a copy of the installed `vllm` package with some files changed.
+    def shadow(self, folder: Path, patches: Sequence[Patch]) -> Path:
+        """Make a copy of the installed stock `vllm` with `patches` and what they need.
 
         Files are hard links, so it takes a second and no space. Put the folder in front of the
         import path and it hides the installed package.
 
         Args:
             folder: A folder on the file system of the environment; made anew.
-            changed: New content by path relative to the site folder.
+            patches: Applied in order to the release's own files.
         """
+        texts, _ = apply_patches(patches, partial(read_source, self.release))
+        changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
+        changed.update(overlay_files(patches))
         shutil.rmtree(folder, ignore_errors=True)
         site = self.site()
         for package in ("vllm", PACKAGE):

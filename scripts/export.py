@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.fixes import Registry
-from scripts.git import Repository
+from scripts.git import Repository, identity
 from scripts.patch import Patch, apply_patches
 from scripts.source import release_tree
 
@@ -24,12 +24,9 @@ def release_repository(release: str, folder: Path, registry: Registry) -> Reposi
     repository = Repository.init(folder)
     shutil.copytree(release_tree(release) / "vllm", folder / "vllm", dirs_exist_ok=True)
     repository.run("add", "--all", "--force")
-    name, _, address = registry.author.partition(" <")
-    who = {"NAME": name, "EMAIL": address.rstrip(">"), "DATE": DATE}
-    identity = {
-        f"GIT_{role}_{key}": v for role in ("AUTHOR", "COMMITTER") for key, v in who.items()
-    }
-    repository.run("commit", "--quiet", "-m", f"vLLM {release}", env=identity)
+    repository.run(
+        "commit", "--quiet", "-m", f"vLLM {release}", env=identity(registry.author, DATE)
+    )
     repository.run("tag", f"v{release}")
     return repository
 

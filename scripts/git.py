@@ -173,8 +173,6 @@ class Repository:
             author: `Name <address>`, also the committer.
             date: ISO 8601 time for author and committer: same input, same commit id.
         """
-        name, _, address = author.partition(" <")
-        who = {"NAME": name, "EMAIL": address.rstrip(">"), "DATE": date}
         with tempfile.TemporaryDirectory() as folder:
             index = {"GIT_INDEX_FILE": os.fspath(Path(folder, "index"))}
             self.run("read-tree", parent, env=index)
@@ -187,9 +185,19 @@ class Repository:
                 self.run("update-index", "--add", "--cacheinfo", entry, env=index)
             tree = self.run("write-tree", env=index).strip()
             content.write_text(message, encoding="utf-8")
-            identity = {
-                f"GIT_{role}_{k}": v for role in ("AUTHOR", "COMMITTER") for k, v in who.items()
-            }
             return self.run(
-                "commit-tree", tree, "-p", parent, "-F", os.fspath(content), env=identity
+                "commit-tree",
+                tree,
+                "-p",
+                parent,
+                "-F",
+                os.fspath(content),
+                env=identity(author, date),
             ).strip()
+
+
+def identity(author: str, date: str) -> dict[str, str]:
+    """Return the variables that make `author` (`Name <address>`) author and committer at `date`."""
+    name, _, address = author.partition(" <")
+    who = {"NAME": name, "EMAIL": address.rstrip(">"), "DATE": date}
+    return {f"GIT_{role}_{key}": v for role in ("AUTHOR", "COMMITTER") for key, v in who.items()}

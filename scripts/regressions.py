@@ -30,13 +30,10 @@ from scripts.environment import Environment, stage
 from scripts.errors import CheckFailedError, UsageError
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
-from scripts.overlay import overlay_files, stamp_all
-from scripts.patch import apply_patches
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
 from scripts.pytest_run import Outcome, run_pytest
 from scripts.series import Series, load_series
-from scripts.source import read_source
 from scripts.terminal import entry, err, out
 
 Outcomes = dict[str, Outcome]
@@ -171,11 +168,9 @@ def _alone(
 ) -> Outcomes:
     err.print(f"{environment.release}: {fix.id} alone ...")
     patches = series.only([fix.id], registry)
-    texts, _ = apply_patches(patches, lambda path: read_source(environment.release, path))
-    changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
     folder = ROOT / ".nox" / f"alone-{environment.release}-{fix.id}"
     try:
-        shadow = environment.shadow(folder, {**changed, **overlay_files(patches)})
+        shadow = environment.shadow(folder, patches)
         return run_pytest(environment, paths, shadow=shadow)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
