@@ -83,8 +83,8 @@ class TestTheLockOfThisRepository:
 
     def test_names_the_next_command_for_a_release_that_is_not_in_it(self) -> None:
         with pytest.raises(NotLockedError) as caught:
-            line_of("0.19.0")
-        assert caught.value.next_step == "nox -s lock -- 0.19.0"
+            line_of("0.17.1")
+        assert caught.value.next_step == "nox -s lock -- 0.17.1"
 
 
 class TestWheelFor:
