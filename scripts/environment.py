@@ -15,6 +15,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from packaging.specifiers import SpecifierSet
+
+from scripts.errors import UsageError
 from scripts.index import fetch
 from scripts.lock import locked_release
 from scripts.overlay import PACKAGE, overlay_files, stamp_all
@@ -46,10 +49,18 @@ class Environment:
 
         Raises:
             CommandError: A package cannot be installed; what is there is made anew next time.
+            UsageError: The release needs an override, and there is no uv.
         """
-        requirements = read_toml(ROOT / "pyproject.toml")["dependency-groups"]["vllm-tests"]
-        wanted = "\n".join([sys.version, str(self.stock), *requirements])
+        requirements, overrides = needs(self.release)
+        if overrides and not self._uv:
+            raise UsageError(
+                f"vLLM {self.release} asks for what no index may have: {', '.join(overrides)} "
+                "has to stand in for it, and pip cannot do that",
+                expected="uv on the PATH",
+                next_step="python -m pip install uv",
+            )
         stamp = self.folder / "kvfix.txt"
+        wanted = "\n".join([sys.version, str(self.stock), *requirements, *overrides])
         if stamp.is_file() and stamp.read_text() == wanted:
             return self
         err.print(f"making an environment with vLLM {self.release} (6 to 9 GB) ...")
@@ -58,7 +69,10 @@ class Environment:
             run([self._uv, "venv", "--quiet", "--python", sys.executable, self.folder])
         else:
             run([sys.executable, "-m", "venv", self.folder])
-        self._install(self.stock, *requirements)
+        override = self.folder / "overrides.txt"
+        override.write_text("\n".join(overrides))
+        options = ("--override", override) if overrides else ()
+        self._install(*options, self.stock, *requirements)
         stamp.write_text(wanted)
         return self
 
@@ -116,6 +130,22 @@ class Environment:
             target.unlink(missing_ok=True)  # the link, not the file that it shares
             target.write_bytes(data)
         return folder
+
+
+def needs(release: str) -> tuple[list[str], list[str]]:
+    """Return what goes beside vLLM `release`, and what overrides its own requirements.
+
+    Both are lists of requirements, from `vllm-tests` and `[[tool.kvfix.environment]]` in
+    pyproject.toml: every table whose `releases` (PEP 440) match counts.
+    """
+    document = read_toml(ROOT / "pyproject.toml")
+    requirements = list(document["dependency-groups"]["vllm-tests"])
+    overrides: list[str] = []
+    for table in document["tool"]["kvfix"]["environment"]:
+        if SpecifierSet(table["releases"]).contains(release):
+            requirements += table.get("requirements", ())
+            overrides += table.get("overrides", ())
+    return requirements, overrides
 
 
 def _link(source: str, target: str) -> None:
