@@ -33,8 +33,14 @@ def tool(session: nox.Session, module: str, *arguments: str, group: str = "tools
 
 @nox.session
 def apply(session: nox.Session) -> None:
-    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR]."""
+    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE]."""
     tool(session, "apply")
+
+
+@nox.session
+def export(session: nox.Session) -> None:
+    """Give the fixes to a fork, as mboxes, a git bundle, or a branch in its clone (--into DIR)."""
+    tool(session, "fork")
 
 
 @nox.session

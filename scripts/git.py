@@ -21,6 +21,8 @@ _PINNED = {
     "core.abbrev": "12",
     "core.attributesFile": os.devnull,
     "core.autocrlf": "false",
+    "core.bigFileThreshold": "512m",
+    "core.compression": "-1",
     "core.eol": "lf",
     "core.fileMode": "true",
     "core.fsmonitor": "false",
@@ -53,6 +55,11 @@ _PINNED = {
     "i18n.logOutputEncoding": "utf-8",
     "init.defaultBranch": "main",
     "log.showSignature": "false",
+    "pack.compression": "-1",
+    "pack.depth": "50",
+    "pack.threads": "1",  # with several, the bytes of a pack depend on how they run
+    "pack.window": "10",
+    "pack.windowMemory": "0",
     "status.showUntrackedFiles": "normal",
     "tag.gpgSign": "false",
 }
@@ -85,7 +92,7 @@ class Repository:
         """Make an empty repository at `path`."""
         path.mkdir(parents=True, exist_ok=True)
         repository = cls(path)
-        repository.run("init", "--quiet", "--template=")
+        repository.run("init", "--quiet", "--template=", "--object-format=sha1")
         return repository
 
     def run(
@@ -176,22 +183,30 @@ class Repository:
         with tempfile.TemporaryDirectory() as folder:
             index = {"GIT_INDEX_FILE": os.fspath(Path(folder, "index"))}
             self.run("read-tree", parent, env=index)
-            content = Path(folder, "content")
-            for path, data in files.items():
-                content.write_bytes(data)
-                blob = self.run("hash-object", "-w", "--no-filters", os.fspath(content)).strip()
-                mode = self.run("ls-tree", parent, "--", path)[:6] or "100644"
-                entry = f"{mode},{blob},{path}"
-                self.run("update-index", "--add", "--cacheinfo", entry, env=index)
+            names = [*files]
+            contents = [Path(folder, str(number)) for number in range(len(names))]
+            for content, name in zip(contents, names, strict=True):
+                content.write_bytes(files[name])
+            if names:
+                rows = self.run("ls-tree", "-z", parent, "--", *names).split("\0")
+                modes = {row.partition("\t")[2]: row[:6] for row in rows if row}
+                blobs = self.run("hash-object", "-w", "--no-filters", *map(os.fspath, contents))
+                entries = [
+                    word
+                    for name, blob in zip(names, blobs.split(), strict=True)
+                    for word in ("--cacheinfo", f"{modes.get(name, '100644')},{blob},{name}")
+                ]
+                self.run("update-index", "--add", *entries, env=index)
             tree = self.run("write-tree", env=index).strip()
-            content.write_text(message, encoding="utf-8")
+            said = Path(folder, "message")
+            said.write_text(message, encoding="utf-8")
             return self.run(
                 "commit-tree",
                 tree,
                 "-p",
                 parent,
                 "-F",
-                os.fspath(content),
+                os.fspath(said),
                 env=identity(author, date),
             ).strip()
 

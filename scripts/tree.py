@@ -1,35 +1,33 @@
-"""`apply --tree DIR`: the series on a git checkout of vLLM, one commit for each fix."""
+"""`export --into DIR`: fixes as a branch in a clone of vLLM or of a fork, one commit for each."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.version import Version
 
+from scripts.branch import branch_name, commit_fixes
 from scripts.errors import (
     AlreadyPatchedError,
     DirtyTreeError,
-    TouchedFileDiffersError,
     UsageError,
     WrongReleaseError,
 )
 from scripts.fixes import Registry
 from scripts.git import Repository
-from scripts.overlay import PACKAGE, overlay_files, provenance, stamp
-from scripts.patch import Offset, apply_patches
+from scripts.overlay import PACKAGE
+from scripts.patch import Offset, Patch
 from scripts.project import project
-from scripts.series import Series
 
 
 def apply_to_tree(
-    folder: Path, release: str, series: Series, registry: Registry
+    folder: Path, release: str, patches: Sequence[Patch], registry: Registry
 ) -> tuple[str, list[Offset]]:
-    """Create branch `kvfix/<release>` on top of HEAD of the checkout in `folder`.
+    """Create branch `kvfix/v<release>` on top of HEAD of the checkout in `folder`.
 
     Commits are made beside the checkout and the branch appears last, in one step, so a kill at
     any moment leaves the repository as it was, or complete. The checkout itself is not switched.
-    Each commit holds the hooks of one fix, the overlay files that it is the first to need, and
-    its provenance.
 
     Returns:
         The name of the branch, and the hunks that were found at other lines.
@@ -39,6 +37,7 @@ def apply_to_tree(
         DirtyTreeError: There are uncommitted changes, or the branch exists.
         WrongReleaseError: HEAD descends from another release's tag.
         AlreadyPatchedError: HEAD already holds the overlay.
+        TouchedFileDiffersError: HEAD lacks a file that the series changes.
         PatchDoesNotApplyError: A hunk has no place, or several.
     """
     repository = Repository(folder)
@@ -48,34 +47,12 @@ def apply_to_tree(
         raise UsageError(
             f"{folder} is no git checkout of vLLM",
             expected="the top folder of a clone, with vllm/ in it and at least one commit",
-            next_step=f"git clone the fork there, then: nox -s apply -- {release} --tree {folder}",
+            next_step=f"git clone the fork there, then: nox -s export -- {release} --into {folder}",
         )
-    branch = f"kvfix/{release}"
+    branch = branch_name(release)
     _check_state(repository, head, branch, release)
-    date = repository.run("show", "-s", "--format=%cI", head).strip()
-    carried: set[str] = set()
-    offsets: list[Offset] = []
-    stamped: dict[str, list[str]] = {}
-    texts: dict[str, str] = {}  # without the notices, which would move the hunks of later patches
-    stock = head
-    for number, patch in enumerate(series.patches):
-        before = {path: texts.get(path) or _read(repository, stock, path) for path in patch.files}
-        after, moved = apply_patches([patch], before.__getitem__)
-        texts |= after
-        offsets += moved
-        files: dict[str, bytes] = {}
-        for path, text in after.items():
-            stamped.setdefault(path, []).append(patch.fix_id)
-            files[path] = stamp(text, stamped[path]).encode()
-        overlay = overlay_files(series.patches[: number + 1])
-        files.update((name, data) for name, data in overlay.items() if name not in carried)
-        carried |= overlay.keys()
-        fix = registry.fix(patch.fix_id)
-        files.update([provenance(fix)])
-        head = repository.commit(
-            head, files, registry.message(fix), author=registry.author, date=date
-        )
-    repository.run("branch", branch, head)
+    commits, offsets = commit_fixes(repository, head, patches, registry)
+    repository.run("branch", branch, commits[-1])
     return branch, offsets
 
 
@@ -111,14 +88,3 @@ def _check_state(repository: Repository, head: str, branch: str, release: str) -
             expected=f"a checkout of v{release}, or a fork on top of it",
             next_step=f"git -C {folder} fetch --tags; git -C {folder} switch --detach v{release}",
         )
-
-
-def _read(repository: Repository, revision: str, path: str) -> str:
-    text = repository.read(revision, path)
-    if text is None:
-        raise TouchedFileDiffersError(
-            f"{repository.path} has no {path}",
-            expected="every file that the series changes",
-            next_step="name the release that the checkout is based on",
-        )
-    return text

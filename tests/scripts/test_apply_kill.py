@@ -22,13 +22,13 @@ OLD = b"the old wheel"
 # that kills fall into what it does: half of them anywhere, half from when `writing` is true on.
 # Prints, for each, whether it was killed, and what was seen.
 DRIVER = """
-import json, os, random, signal, subprocess, sys, time
+import importlib, json, os, random, signal, subprocess, sys, time
 from pathlib import Path
 
-kills, look, reset, writing, *words = sys.argv[1:]
+tool, kills, look, reset, writing, *words = sys.argv[1:]
 random.seed(20)
-sys.argv = ["apply", *words]
-from scripts import apply
+sys.argv = [tool, *words]
+main = importlib.import_module(f"scripts.{tool}").main
 from scripts.terminal import entry
 
 def start():
@@ -37,7 +37,7 @@ def start():
         os.setsid()
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, 1)
-        entry(apply.main)
+        entry(main)
     return child
 
 def seen():
@@ -83,14 +83,20 @@ class Kills:
 
 
 def kills(
-    checkout: Checkout, count: int, look: str, reset: str, writing: str, *words: str | Path
+    checkout: Checkout,
+    tool: str,
+    count: int,
+    look: str,
+    reset: str,
+    writing: str,
+    *words: str | Path,
 ) -> Kills:
-    """Kill `apply` with these words `count` times, and look after each.
+    """Kill `tool` with these words `count` times, and look after each.
 
     `look` is a command, what it prints is compared; `reset` and `writing` are Python.
     """
     done = subprocess.run(
-        [sys.executable, "-c", DRIVER, str(count), look, reset, writing, *map(str, words)],
+        [sys.executable, "-c", DRIVER, tool, str(count), look, reset, writing, *map(str, words)],
         cwd=checkout.folder,
         env=checkout.environment(),
         capture_output=True,
@@ -123,7 +129,7 @@ def test_dist_holds_the_old_wheel_or_the_whole_new_one(
     look = f"cd {dist}; sha256sum *.whl 2>/dev/null; ls -A | grep -c part; true"
     writing = f"any(n.endswith('.part') for n in os.listdir({str(dist)!r}))"
     words = ("0.20.2", "--wheel", source, "--out", dist)
-    found = kills(checkout, KILLS // 2, look, reset, writing, *words)
+    found = kills(checkout, "apply", KILLS // 2, look, reset, writing, *words)
 
     def visible(what: str) -> tuple[str, ...]:
         return tuple(what.splitlines()[:-1])
@@ -148,14 +154,14 @@ def test_a_repository_has_no_branch_or_the_whole_one(checkout: Checkout, tmp_pat
     clone = toys.clone_of_vllm(tmp_path / "vllm")
     look = f"cd {clone}; git for-each-ref; git symbolic-ref HEAD; git status --porcelain"
     reset = (
-        f"subprocess.run(['git', '-C', {str(clone)!r}, 'branch', '-D', 'kvfix/0.20.2'], "
+        f"subprocess.run(['git', '-C', {str(clone)!r}, 'branch', '-D', 'kvfix/v0.20.2'], "
         "capture_output=True)"
     )
     written = f"os.path.exists({str(clone / '.git' / 'refs' / 'heads' / 'kvfix')!r})"
-    found = kills(checkout, 10, look, reset, written, "0.20.2", "--tree", clone)
+    found = kills(checkout, "fork", 10, look, reset, written, "0.20.2", "--into", clone)
     assert set(found.seen) <= {found.before, found.whole}
     assert found.before != found.whole
     assert "kvfix" in found.whole
     git(clone, "fsck", "--strict")
-    done = checkout.run("apply", "0.20.2", "--tree", clone)
+    done = checkout.run("fork", "0.20.2", "--into", clone)
     assert done.returncode == 0, done.stderr

@@ -23,7 +23,7 @@ from tests.scripts import toys
 from tests.scripts.repos import commit, git, write
 from tests.scripts.test_git import hostile as hostile  # a fixture
 
-BRANCH = "kvfix/0.20.2"
+BRANCH = "kvfix/v0.20.2"
 
 
 def snapshot(folder: Path) -> tuple[str, ...]:
@@ -41,17 +41,17 @@ def snapshot(folder: Path) -> tuple[str, ...]:
 
 def applied(folder: Path, tmp_path: Path) -> list[Offset]:
     """Apply the small series and return the offsets."""
-    branch, offsets = apply_to_tree(folder, "0.20.2", toys.series(tmp_path), toys.REGISTRY)
+    branch, offsets = apply_to_tree(folder, "0.20.2", toys.series(tmp_path).patches, toys.REGISTRY)
     assert branch == BRANCH
     return offsets
 
 
 def refused(folder: Path, tmp_path: Path, kind: type[KvfixError]) -> KvfixError:
     """Apply the small series, which is refused and leaves everything as it was."""
-    series = toys.series(tmp_path)
+    patches = toys.series(tmp_path).patches
     before = snapshot(folder)
     with pytest.raises(kind) as caught:
-        apply_to_tree(folder, "0.20.2", series, toys.REGISTRY)
+        apply_to_tree(folder, "0.20.2", patches, toys.REGISTRY)
     assert snapshot(folder) == before
     return caught.value
 
@@ -235,7 +235,7 @@ class TestRefusal:
         assert "vllm_overlay" in error.found
 
     def test_of_what_is_no_clone_of_vllm(self, clone: Path, tmp_path: Path) -> None:
-        series = toys.series(tmp_path)
+        patches = toys.series(tmp_path).patches
         plain, other, empty = tmp_path / "plain", tmp_path / "other", tmp_path / "empty"
         write(plain, toys.FILES)
         commit(other, {"a": "a\n"})
@@ -248,14 +248,14 @@ class TestRefusal:
             clone / toys.WORKER,
         ):  # fmt: skip
             with pytest.raises(UsageError, match="is no git checkout of vLLM") as caught:
-                apply_to_tree(folder, "0.20.2", series, toys.REGISTRY)
+                apply_to_tree(folder, "0.20.2", patches, toys.REGISTRY)
             assert str(folder) in caught.value.found
             assert "git clone" in caught.value.next_step
 
     def test_of_a_repository_that_git_does_not_read(self, clone: Path, tmp_path: Path) -> None:
         (clone / ".git" / "HEAD").unlink()
         with pytest.raises(GitError, match="not a git repository"):
-            apply_to_tree(clone, "0.20.2", toys.series(tmp_path), toys.REGISTRY)
+            apply_to_tree(clone, "0.20.2", toys.series(tmp_path).patches, toys.REGISTRY)
 
 
 class TestSettings:
@@ -267,10 +267,10 @@ class TestSettings:
         git(tmp_path, "clone", "--quiet", str(clone), "another")
         (tmp_path / "one").mkdir()
         applied(clone, tmp_path / "one")
-        series = toys.series(tmp_path)
+        patches = toys.series(tmp_path).patches
         request.getfixturevalue("hostile")
         another = tmp_path / "another"
-        assert apply_to_tree(another, "0.20.2", series, toys.REGISTRY) == (BRANCH, [])
+        assert apply_to_tree(another, "0.20.2", patches, toys.REGISTRY) == (BRANCH, [])
         assert git(another, "rev-parse", BRANCH) == git(clone, "rev-parse", BRANCH)
 
     @staticmethod
@@ -295,5 +295,5 @@ class TestSettings:
             path.write_bytes(path.read_bytes())  # git has to read it again
         (tmp_path / "one").mkdir()
         applied(clone, tmp_path / "one")
-        assert apply_to_tree(another, "0.20.2", toys.series(tmp_path), toys.REGISTRY)[1] == []
+        assert applied(another, tmp_path) == []
         assert git(another, "rev-parse", BRANCH) == git(clone, "rev-parse", BRANCH)
