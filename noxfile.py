@@ -89,6 +89,12 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def pd(session: nox.Session) -> None:
+    """Show each defect in a real P/D deployment: nox -s pd -- [RELEASE] [-k EXPR] [--side SIDE]."""
+    tool(session, "pd")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """Measure what `apply` costs, and what the patched worker costs where nothing fails."""
     tool(session, "bench", group="bench")

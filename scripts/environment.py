@@ -42,7 +42,6 @@ class Environment:
         self.folder = ROOT / ".nox" / f"vllm-{release}"
         self.python = self.folder / "bin" / "python"
         self.stock = fetch(locked_release(release).wheel_for(platform.machine()))
-        self._uv = shutil.which("uv")
 
     def make(self) -> Environment:
         """Make the environment with the stock wheel, or take the one that is there.
@@ -52,7 +51,7 @@ class Environment:
             UsageError: The release needs an override, and there is no uv.
         """
         requirements, overrides = needs(self.release)
-        if overrides and not self._uv:
+        if overrides and not shutil.which("uv"):
             raise UsageError(
                 f"vLLM {self.release} asks for what no index may have: {', '.join(overrides)} "
                 "has to stand in for it, and pip cannot do that",
@@ -64,30 +63,18 @@ class Environment:
         if stamp.is_file() and stamp.read_text() == wanted:
             return self
         err.print(f"making an environment with vLLM {self.release} (6 to 9 GB) ...")
-        shutil.rmtree(self.folder, ignore_errors=True)
-        if self._uv:
-            run([self._uv, "venv", "--quiet", "--python", sys.executable, self.folder])
-        else:
-            run([sys.executable, "-m", "venv", self.folder])
+        make_venv(self.folder)
         override = self.folder / "overrides.txt"
         override.write_text("\n".join(overrides))
         options = ("--override", override) if overrides else ()
-        self._install(*options, self.stock, *requirements)
+        run([*installer(self.python), *options, self.stock, *requirements], timeout=3600)
         stamp.write_text(wanted)
         return self
 
     def install(self, wheel: Path) -> None:
         """Exchange the installed vLLM for `wheel`; nothing else changes."""
-        options = ("--reinstall",) if self._uv else ("--force-reinstall",)
-        self._install("--no-deps", *options, wheel)
-
-    def _install(self, *words: str | Path) -> None:
-        installer: list[str | Path]
-        if self._uv:
-            installer = [self._uv, "pip", "install", "--quiet", "--python", self.python]
-        else:
-            installer = [self.python, "-m", "pip", "install", "--quiet"]
-        run([*installer, *words], timeout=3600)
+        again = "--reinstall" if shutil.which("uv") else "--force-reinstall"
+        run([*installer(self.python), "--no-deps", again, wheel], timeout=3600)
 
     def variables(self, shadow: Path | None) -> dict[str, str]:
         """Return the variables under which our tests, and the `vllm` of `shadow`, are imported.
@@ -146,6 +133,22 @@ def needs(release: str) -> tuple[list[str], list[str]]:
             requirements += table.get("requirements", ())
             overrides += table.get("overrides", ())
     return requirements, overrides
+
+
+def make_venv(folder: Path) -> None:
+    """Make an empty virtual environment of this Python in `folder`, whatever was there."""
+    shutil.rmtree(folder, ignore_errors=True)
+    if uv := shutil.which("uv"):
+        run([uv, "venv", "--quiet", "--python", sys.executable, folder])
+    else:
+        run([sys.executable, "-m", "venv", folder])
+
+
+def installer(python: Path) -> list[str | Path]:
+    """Return the command that installs what is appended to it for `python`."""
+    if uv := shutil.which("uv"):
+        return [uv, "pip", "install", "--quiet", "--python", python]
+    return [python, "-m", "pip", "install", "--quiet"]
 
 
 def _link(source: str, target: str) -> None:

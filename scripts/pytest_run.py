@@ -55,7 +55,7 @@ def run_pytest(
         options = ["-q", "--continue-on-collection-errors", "--report-log", str(log)]
         words = [*options, *(str(ROOT / path) for path in paths)]
         result = start_pytest(environment, words, shadow=shadow, timeout=timeout)
-        outcomes = _outcomes(log) if log.is_file() else {}
+        outcomes = outcomes_of(log) if log.is_file() else {}
     if result.returncode not in _WHOLE_RUN or not outcomes:
         said = (result.stdout + result.stderr).strip()[-2000:]
         message = f"pytest ended with {result.returncode}: {said}"
@@ -85,7 +85,8 @@ def start_pytest(
     )  # fmt: skip
 
 
-def _outcomes(log: Path) -> dict[str, Outcome]:
+def outcomes_of(log: Path) -> dict[str, Outcome]:
+    """Return what became of each test, by node id, from the file of pytest-reportlog."""
     found: dict[str, Outcome] = {}
     for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
         if row["$report_type"] not in ("TestReport", "CollectReport"):

@@ -9,7 +9,7 @@ import pytest
 
 from scripts.fixes import Registry
 from scripts.project import ROOT
-from scripts.pytest_run import Outcome, _outcomes
+from scripts.pytest_run import Outcome, outcomes_of
 from scripts.regressions import Outcomes, Verdict, _as_json, _belongs, _faults, _of
 from tests.scripts import toys
 
@@ -205,7 +205,7 @@ def test_outcomes_are_read_from_what_pytest_reports(tmp_path: Path) -> None:
     ]  # fmt: skip
     log = tmp_path / "log"
     log.write_text("\n".join(map(json.dumps, rows)))
-    found = _outcomes(log)
+    found = outcomes_of(log)
     assert found["a"] == Outcome("passed")
     assert found["b"] == Outcome("failed", "tests/a.py:7", "AssertionError: x")
     assert found["b"].is_assertion

@@ -1,0 +1,32 @@
+"""The protocol that a client of a P/D deployment speaks, for tests that see each half of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tests.pd.server import Server
+
+Params = dict[str, Any]
+
+REMOTE_DECODE: Params = {"do_remote_decode": True, "do_remote_prefill": False}
+"""What P is asked for: keep the blocks, somebody comes for them."""
+
+
+def body(prompt: object, tokens: int = 12, **more: object) -> dict[str, Any]:
+    """Return the body of a greedy completion that names its tokens and never ends early."""
+    greedy = {"temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    return {"model": "m", "prompt": prompt, "max_tokens": tokens, **greedy, **more}
+
+
+def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
+    """Return the token ids of each choice of a completion."""
+    return [choice["token_ids"] for choice in answer["choices"]]
+
+
+def prefill(server: Server, prompt: object) -> Params:
+    """Have P compute `prompt`, and return what D needs to fetch it."""
+    asked = body(prompt, 1, kv_transfer_params=REMOTE_DECODE)
+    answer = server.post("/v1/completions", asked).raise_for_status().json()
+    params: Params = answer["kv_transfer_params"]
+    assert params["do_remote_prefill"] is True, params
+    return params

@@ -1,0 +1,137 @@
+"""Fixtures of the P/D deployment. `nox -s pd` gives the options; see scripts/pd.py.
+
+What a test module takes:
+
+- `side`: the wheel under test; `sides`: both, by name, for a fleet that is half rolled.
+- `start`: starts one more server for this test, `start("D", transfer={}, core=1)`, and ends it
+  with the test. Give the model with `model=`, anything of `Server` otherwise.
+- `pd`: the deployment that all tests share. When a test gets it, P and D are up and P holds no
+  block; it may do with them what it likes, including kill them.
+- `plain`: the greedy tokens of a plain server of the stock wheel, for each of `PROMPTS`.
+- `prompts`: an iterator over `PROMPTS` that no test has used, since a prompt that P or D has in
+  its prefix cache is not fetched.
+- `note`: `note(name=value)` puts a measured figure into the report.
+
+A test that shows defects names their fixes: `@pytest.mark.shows("41269", "K05")`. It has to fail on
+the stock wheel of every release that one of them affects, by an assertion in tests/pd, and to pass
+on the patched one. A test without that mark has to pass on both. `@pytest.mark.patched_only` leaves
+a test out of the stock side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from tests.pd.client import body, tokens_of
+from tests.pd.deployment import PROMPTS, TOKENS, Deployment, Note, Start
+from tests.pd.model import make_model
+from tests.pd.server import Server, Side
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add where the two sides lie, which one is under test, and where logs go."""
+    group = parser.getgroup("pd")
+    for name in ("stock", "patched"):
+        group.addoption(f"--pd-{name}", type=Path, help=f"folder with the {name} wheel's content")
+    group.addoption("--pd-side", choices=("stock", "patched"), default="patched")
+    group.addoption("--pd-work", type=Path, help="folder for models")
+    group.addoption("--pd-logs", type=Path, help="folder for the servers' logs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marks."""
+    config.addinivalue_line("markers", "shows(*fixes): fails where these fixes are missing")
+    config.addinivalue_line("markers", "patched_only: not for the stock side")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tell the report what each test shows, and leave out what is not for this side."""
+    for item in items:
+        for mark in item.iter_markers("shows"):
+            item.user_properties.append(("shows", mark.args))
+    if config.option.pd_side == "patched":
+        return
+    left_out = [item for item in items if item.get_closest_marker("patched_only")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture(scope="session")
+def sides(pytestconfig: pytest.Config) -> dict[str, Side]:
+    return {name: Side(name, pytestconfig.getoption(f"pd_{name}")) for name in ("stock", "patched")}
+
+
+@pytest.fixture(scope="session")
+def side(pytestconfig: pytest.Config, sides: dict[str, Side]) -> Side:
+    return sides[pytestconfig.option.pd_side]
+
+
+@pytest.fixture(scope="session")
+def model(pytestconfig: pytest.Config) -> Path:
+    return make_model(pytestconfig.option.pd_work / "llama")
+
+
+@pytest.fixture(scope="session")
+def logs(pytestconfig: pytest.Config) -> Callable[[str], Path]:
+    """Return a function that gives each server a log of its own."""
+    counts: dict[str, int] = {}
+
+    def log(name: str) -> Path:
+        counts[name] = counts.get(name, 0) + 1
+        folder: Path = pytestconfig.option.pd_logs
+        return folder / f"{name}-{counts[name]}.log"
+
+    return log
+
+
+@pytest.fixture
+def note(record_property: Callable[[str, object], None]) -> Note:
+    def write(**figures: object) -> None:
+        for name, value in figures.items():
+            record_property(name, value)
+
+    return write
+
+
+@pytest.fixture
+def start(side: Side, model: Path, logs: Callable[[str], Path]) -> Iterator[Start]:
+    with ExitStack() as stack:
+
+        def one(name: str, **options: object) -> Server:
+            given = {"side": side, "model": model, **options}
+            return stack.enter_context(Server(name=name, log=logs(name), **given))  # type: ignore[arg-type]
+
+        yield one
+
+
+@pytest.fixture(scope="session")
+def plain(sides: dict[str, Side], model: Path, logs: Callable[[str], Path]) -> dict[str, list[int]]:
+    with Server(sides["stock"], "plain", model, logs("plain")) as server:
+        server.wait_ready()
+        asked = body(list(PROMPTS), TOKENS)
+        answer = server.post("/v1/completions", asked, timeout=600.0).raise_for_status().json()
+    return dict(zip(PROMPTS, tokens_of(answer), strict=True))
+
+
+@pytest.fixture(scope="session")
+def prompts() -> Iterator[str]:
+    return iter(PROMPTS)
+
+
+@pytest.fixture(scope="session")
+def shared(
+    plain: dict[str, list[int]], side: Side, model: Path, logs: Callable[[str], Path]
+) -> Iterator[Deployment]:
+    """The deployment of the session; `plain` has had the machine for itself before."""
+    deployment = Deployment(side, model, logs)
+    yield deployment
+    deployment.stop()
+
+
+@pytest.fixture
+def pd(shared: Deployment) -> Deployment:
+    return shared.ready()

@@ -1,0 +1,29 @@
+"""A vLLM plugin for machines with few cores, loaded by every process of a server under test.
+
+NIXL's Python binding sets the pause of its progress thread to nothing, so each agent keeps one
+core busy for good; two servers on two cores then wait for each other. A pause of a millisecond
+brings an idle agent to a hundredth of a core. Nothing else of NIXL or vLLM is touched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nixl_cu12 import _bindings  # not `nixl`, which vLLM has to be the first to import
+
+_PAUSE_US = 1000
+
+
+def register() -> None:
+    """Give every NIXL agent that this process makes a pause; later calls change nothing."""
+    make = _bindings.nixlAgent
+    if make.__module__ != __name__:
+        _bindings.nixlAgent = _paused(make)
+
+
+def _paused(make: Callable[..., object]) -> Callable[..., object]:
+    def agent(name: str, config: _bindings.nixlAgentConfig) -> object:
+        config.pthrDelay = _PAUSE_US
+        return make(name, config)
+
+    return agent

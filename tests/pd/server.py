@@ -1,0 +1,233 @@
+"""One vLLM server on the loopback interface, as a process group of its own.
+
+    with Server(side, "P", model, log) as server:
+        server.wait_ready()
+        answer = server.post("/v1/completions", {...})
+
+Its end is certain: a small shell leads the group and kills it when the process that started it is
+gone, however that came about.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import httpx
+
+from tests.pd.machine import cores, end_group, free_ports, freeze_group, kill_group
+
+BLOCKS = 256
+"""Blocks of a server's KV cache; one of them is vLLM's own null block."""
+BLOCK = 16
+"""Tokens of a block."""
+START_S = 600.0
+"""Seconds that a server may take to come up: 15 on a quiet machine with two cores."""
+ANSWER_S = 120.0
+"""Seconds that an answer may take."""
+
+_PLUGIN = Path(__file__).parent / "plugin"
+# Runs its words; when they end, or its standard input does, all of the group is killed.
+_LEADER = '("$@" </dev/null; kill -KILL 0) & read _; kill -KILL 0'
+_ENVIRONMENT = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "HF_HUB_OFFLINE": "1",
+    "MKL_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+    "TORCH_COMPILE_DISABLE": "1",  # or each start compiles for 20 s and more
+    "UCX_NET_DEVICES": "lo",
+    "UCX_TLS": "tcp,self,sm",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What a server runs: `folder` holds the content of one wheel, the stock or the patched."""
+
+    name: str
+    folder: Path
+
+
+class Server:
+    """A server of `side`; it is being started when this returns, see `wait_ready`.
+
+    Attributes:
+        url: Where it answers.
+        log: Everything that it prints.
+    """
+
+    def __init__(
+        self,
+        side: Side,
+        name: str,
+        model: Path,
+        log: Path,
+        *,
+        transfer: Mapping[str, object] | None = None,
+        arguments: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+        core: int = 0,
+        workers: int = 1,
+        port: int | None = None,
+        side_port: int | None = None,
+    ) -> None:
+        """Start it.
+
+        Args:
+            side: Which wheel it runs.
+            name: What its logs are called.
+            model: The model's folder; clients call the model `m`.
+            log: A file that is made anew.
+            transfer: What its KV-transfer configuration says beside the connector; None for a
+                plain server without a connector.
+            arguments: More words of the command line; of an option given twice the last counts.
+            environment: Variables over those of `_ENVIRONMENT`.
+            core: The first core of its workers.
+            workers: Its workers on this machine.
+            port: Where it answers; a free port by default.
+            side_port: Where its NIXL handshake answers; a free port by default.
+        """
+        free = free_ports(2)
+        self.side = side
+        self.name = name
+        self.log = log
+        self.port = port or free[0]
+        self.side_port = side_port or free[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        words = [
+            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            "--model", str(model), "--served-model-name", "m",
+            "--host", "127.0.0.1", "--port", str(self.port),
+            "--enforce-eager", "--max-num-seqs", "8", "--dtype", "float32",
+            "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS),
+        ]  # fmt: skip
+        if transfer is not None:
+            words += ["--kv-transfer-config", json.dumps(_transfer(transfer))]
+        own = {
+            **_ENVIRONMENT,
+            "PYTHONPATH": os.pathsep.join([str(side.folder), str(_PLUGIN)]),
+            "VLLM_CACHE_ROOT": str(side.folder.with_name(f"{side.folder.name}-cache")),
+            "VLLM_CPU_OMP_THREADS_BIND": cores(core, workers),
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
+            **(environment or {}),
+        }
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._leader = subprocess.Popen(
+                ["/bin/sh", "-c", _LEADER, "sh", *words, *arguments],
+                cwd=log.parent,  # where Python finds no `vllm` but that of the side
+                env={**os.environ, **own},
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._client = httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False)
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.stop()
+
+    @property
+    def alive(self) -> bool:
+        """Whether its process group is there."""
+        return self._leader.poll() is None
+
+    @property
+    def healthy(self) -> bool:
+        """Whether it says that its engine works."""
+        try:
+            return self.alive and self._client.get("/health").status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def wait_ready(self, patience: float = START_S) -> Server:
+        """Wait until it answers.
+
+        Raises:
+            AssertionError: It ended, or did not come up in `patience` seconds; with its last words.
+        """
+        deadline = time.monotonic() + patience
+        while not self.healthy:
+            assert self.alive, f"{self.name} ended while it started:\n{self.tail()}"
+            assert time.monotonic() < deadline, f"{self.name} is not up:\n{self.tail()}"
+            time.sleep(0.2)
+        return self
+
+    def stop(self) -> None:
+        """End it, politely first; nothing happens where it has ended."""
+        self._client.close()
+        end_group(self._leader, patience=10.0)
+        self._close_pipe()
+
+    def kill(self) -> None:
+        """Kill it with SIGKILL, all of its processes at once."""
+        self._client.close()
+        kill_group(self._leader)
+        self._close_pipe()
+
+    def freeze(self) -> None:
+        """Stop all of its processes where they are; only `kill` and `stop` come after that."""
+        freeze_group(self._leader)
+
+    def tail(self, lines: int = 30) -> str:
+        """Return the last lines of its log."""
+        return "\n".join(self.text().splitlines()[-lines:])
+
+    def text(self) -> str:
+        """Return its log."""
+        return self.log.read_text(errors="replace")
+
+    def post(self, path: str, body: object, timeout: float = ANSWER_S) -> httpx.Response:
+        """Post a body as JSON and return the whole answer, a stream's too."""
+        return self._client.post(path, json=body, timeout=timeout)
+
+    def metric(self, name: str) -> float:
+        """Return the sum of a metric over its labels, for instance `nixl_bytes_transferred_sum`.
+
+        vLLM's gauges move when the engine steps: see `blocks_held`.
+        """
+        text = self._client.get("/metrics").raise_for_status().text
+        rows = re.findall(rf"^vllm:{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
+        return sum(map(float, rows))
+
+    def blocks_held(self) -> int:
+        """Return how many blocks of its KV cache are in use, after a step that asks for none."""
+        answer = self.post("/v1/completions", {"model": "m", "prompt": "?", "max_tokens": 1})
+        answer.raise_for_status()
+        return round(self.metric("kv_cache_usage_perc") * (BLOCKS - 1))
+
+    def _close_pipe(self) -> None:
+        if self._leader.stdin is not None:
+            self._leader.stdin.close()
+
+
+def _transfer(own: Mapping[str, object]) -> dict[str, object]:
+    return {
+        "kv_connector": "NixlConnector",
+        "kv_role": "kv_both",
+        "kv_buffer_device": "cpu",
+        "kv_load_failure_policy": "recompute",
+        **own,
+    }

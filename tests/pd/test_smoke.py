@@ -1,0 +1,55 @@
+"""Requests go P -> D over NIXL and give the tokens of a server without P/D."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+import openai
+import pytest
+
+from tests.pd.client import REMOTE_DECODE
+from tests.pd.deployment import TOKENS, Deployment, Note
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+def test_eight_prompts_give_the_tokens_of_a_plain_server(
+    stream: bool, pd: Deployment, plain: dict[str, list[int]], prompts: Iterator[str], note: Note
+) -> None:
+    moved = pd.d.metric("nixl_bytes_transferred_sum")
+    with (
+        openai.OpenAI(base_url=f"{pd.p.url}/v1", api_key="-", max_retries=0) as at_p,
+        openai.OpenAI(base_url=f"{pd.d.url}/v1", api_key="-", max_retries=0) as at_d,
+    ):
+        for prompt in islice(prompts, 8):
+            asked = {"ignore_eos": True, "return_token_ids": True}
+            first = at_p.completions.create(
+                model="m",
+                prompt=prompt,
+                max_tokens=1,
+                temperature=0,
+                extra_body={**asked, "kv_transfer_params": REMOTE_DECODE},
+            )
+            params = first.model_extra["kv_transfer_params"]
+            answer = at_d.completions.create(
+                model="m",
+                prompt=prompt,
+                max_tokens=TOKENS,
+                temperature=0,
+                stream=stream,
+                extra_body={**asked, "kv_transfer_params": params},
+            )
+            chunks = list(answer) if stream else [answer]
+            tokens = [
+                token
+                for chunk in chunks
+                for choice in chunk.choices
+                for token in choice.model_extra["token_ids"]
+            ]
+            assert tokens == plain[prompt]
+    moved = pd.d.metric("nixl_bytes_transferred_sum") - moved
+    note(bytes_moved=moved)
+    assert moved > 0
+    released = pd.released()
+    note(released_s=released)
+    assert released is not None
