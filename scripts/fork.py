@@ -40,7 +40,8 @@ def main() -> None:
     registry = load_registry()
     patches = _selected(release, options.fix, registry)
     if options.into is not None:
-        branch, offsets = apply_to_tree(options.into, release, patches, registry)
+        branch = branch_name(release)
+        offsets = apply_to_tree(options.into, branch, release, patches, registry)
         out.print(f"wrote branch {branch} in {options.into}", style="bold", markup=False)
         tell(patches, registry, offsets)
         out.print(f"use it: git -C {options.into} switch {branch}", markup=False)

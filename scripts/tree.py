@@ -1,4 +1,4 @@
-"""`export --into DIR`: fixes as a branch in a clone of vLLM or of a fork, one commit for each."""
+"""Fixes as a branch in a clone of vLLM or of a fork: `apply --tree DIR`, `export --into DIR`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.branch import branch_name, commit_fixes
+from scripts.branch import commit_fixes
 from scripts.errors import (
     AlreadyPatchedError,
     DirtyTreeError,
@@ -22,15 +22,15 @@ from scripts.project import project
 
 
 def apply_to_tree(
-    folder: Path, release: str, patches: Sequence[Patch], registry: Registry
-) -> tuple[str, list[Offset]]:
-    """Create branch `kvfix/v<release>` on top of HEAD of the checkout in `folder`.
+    folder: Path, branch: str, release: str, patches: Sequence[Patch], registry: Registry
+) -> list[Offset]:
+    """Create `branch` on top of HEAD of the checkout in `folder`, one commit for each patch.
 
     Commits are made beside the checkout and the branch appears last, in one step, so a kill at
     any moment leaves the repository as it was, or complete. The checkout itself is not switched.
 
     Returns:
-        The name of the branch, and the hunks that were found at other lines.
+        The hunks that were found at other lines.
 
     Raises:
         UsageError: `folder` is no git checkout of vLLM.
@@ -47,13 +47,12 @@ def apply_to_tree(
         raise UsageError(
             f"{folder} is no git checkout of vLLM",
             expected="the top folder of a clone, with vllm/ in it and at least one commit",
-            next_step=f"git clone the fork there, then: nox -s export -- {release} --into {folder}",
+            next_step="git clone the fork there, then run the same command",
         )
-    branch = branch_name(release)
     _check_state(repository, head, branch, release)
     commits, offsets = commit_fixes(repository, head, patches, registry)
     repository.run("branch", branch, commits[-1])
-    return branch, offsets
+    return offsets
 
 
 def _check_state(repository: Repository, head: str, branch: str, release: str) -> None:

@@ -27,6 +27,7 @@ from scripts.series import load_series
 from scripts.source import read_source
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import NATIVE, Checkout, wheel_bytes, wheel_name
+from tests.scripts.repos import git
 from tests.scripts.wheels import with_metadata, zip_bytes
 
 if TYPE_CHECKING:
@@ -273,7 +274,7 @@ class TestOwnWheel:
         del changed[toys.STATE]
         path.write_bytes(wheel_bytes(changed))
         result = checkout.run("apply", "0.20.2", "--wheel", path)
-        said_no(result, 17, toys.WORKER, toys.STATE, "2 of the files", "--into DIR")
+        said_no(result, 17, toys.WORKER, toys.STATE, "2 of the files", "--tree DIR")
         assert wheels(checkout.dist) == {}
 
     def test_of_another_release_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
@@ -424,6 +425,34 @@ class TestPatchSet:
         path = checkout.patches / "fixes.toml"
         path.write_text(path.read_text().replace('"Backport"', '"Done"'))
         said_no(checkout.run("apply"), 23, "upstream-status is none of")
+
+
+class TestTree:
+    def test_gets_a_branch_and_says_what_to_type(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        result = checkout.run("apply", "0.20.2", "--tree", clone)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert f"use it: git -C {clone} switch kvfix/0.20.2" in result.stdout
+        assert git(clone, "rev-list", "--count", "v0.20.2..kvfix/0.20.2") == "2\n"
+        said_no(checkout.run("apply", "0.20.2", "--tree", clone), 21, "has a branch kvfix/0.20.2")
+
+    def test_reports_hunks_that_have_moved(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        (clone / toys.WORKER).write_text("\n" * 5 + toys.FILES[toys.WORKER])
+        git(clone, "commit", "--quiet", "--all", "-m", "ours")
+        said = checkout.run("apply", "0.20.2", "--tree", clone).stdout
+        assert f"1-a-name.patch: hunk 1 of {toys.WORKER} applied +5 lines away" in said
+
+    def test_that_is_dirty_or_none_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        (clone / "new").touch()
+        said_no(checkout.run("apply", "--tree", clone), 21, "uncommitted", "stash")
+        said_no(checkout.run("apply", "--tree", tmp_path), 2, "no git checkout of vLLM")
+
+    def test_and_a_wheel_exclude_each_other(self, checkout: Checkout, tmp_path: Path) -> None:
+        result = checkout.run("apply", "--tree", tmp_path, "--wheel", tmp_path)
+        assert result.returncode == 2
+        assert "not allowed with" in result.stderr
 
 
 def namespace() -> list[str]:

@@ -41,9 +41,8 @@ def snapshot(folder: Path) -> tuple[str, ...]:
 
 def applied(folder: Path, tmp_path: Path) -> list[Offset]:
     """Apply the small series and return the offsets."""
-    branch, offsets = apply_to_tree(folder, "0.20.2", toys.series(tmp_path).patches, toys.REGISTRY)
-    assert branch == BRANCH
-    return offsets
+    patches = toys.series(tmp_path).patches
+    return apply_to_tree(folder, BRANCH, "0.20.2", patches, toys.REGISTRY)
 
 
 def refused(folder: Path, tmp_path: Path, kind: type[KvfixError]) -> KvfixError:
@@ -51,7 +50,7 @@ def refused(folder: Path, tmp_path: Path, kind: type[KvfixError]) -> KvfixError:
     patches = toys.series(tmp_path).patches
     before = snapshot(folder)
     with pytest.raises(kind) as caught:
-        apply_to_tree(folder, "0.20.2", patches, toys.REGISTRY)
+        apply_to_tree(folder, BRANCH, "0.20.2", patches, toys.REGISTRY)
     assert snapshot(folder) == before
     return caught.value
 
@@ -248,14 +247,14 @@ class TestRefusal:
             clone / toys.WORKER,
         ):  # fmt: skip
             with pytest.raises(UsageError, match="is no git checkout of vLLM") as caught:
-                apply_to_tree(folder, "0.20.2", patches, toys.REGISTRY)
+                apply_to_tree(folder, BRANCH, "0.20.2", patches, toys.REGISTRY)
             assert str(folder) in caught.value.found
             assert "git clone" in caught.value.next_step
 
     def test_of_a_repository_that_git_does_not_read(self, clone: Path, tmp_path: Path) -> None:
         (clone / ".git" / "HEAD").unlink()
         with pytest.raises(GitError, match="not a git repository"):
-            apply_to_tree(clone, "0.20.2", toys.series(tmp_path).patches, toys.REGISTRY)
+            apply_to_tree(clone, BRANCH, "0.20.2", toys.series(tmp_path).patches, toys.REGISTRY)
 
 
 class TestSettings:
@@ -270,7 +269,7 @@ class TestSettings:
         patches = toys.series(tmp_path).patches
         request.getfixturevalue("hostile")
         another = tmp_path / "another"
-        assert apply_to_tree(another, "0.20.2", patches, toys.REGISTRY) == (BRANCH, [])
+        assert apply_to_tree(another, BRANCH, "0.20.2", patches, toys.REGISTRY) == []
         assert git(another, "rev-parse", BRANCH) == git(clone, "rev-parse", BRANCH)
 
     @staticmethod
