@@ -83,6 +83,12 @@ def regressions(session: nox.Session) -> None:
 
 
 @nox.session
+def status(session: nox.Session) -> None:
+    """Say where each fix stands on each release: nox -s status -- [--prove [RELEASE...]]."""
+    tool(session, "status")
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Drive the receive's state machine for 100,000 steps, stock and patched."""
     tool(session, "soak")

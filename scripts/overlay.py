@@ -37,7 +37,7 @@ def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
         if name in files:
             continue
         files[name] = path.read_bytes()
-        pending += _imports(ast.parse(files[name], name))
+        pending += imported_modules(ast.parse(files[name], name))
         package = path.parent if path.name != "__init__.py" else path.parent.parent
         if package.is_relative_to(OVERLAY):  # the packages above must exist as well
             pending.append(".".join(package.relative_to(ROOT).parts))
@@ -57,7 +57,7 @@ def imported_by_hooks(patch: Patch) -> list[str]:
     names: list[str] = []
     for hunks in patch.files.values():
         for hunk in hunks:
-            names += _imports(ast.parse(_import_statements(hunk.added)))
+            names += imported_modules(ast.parse(_import_statements(hunk.added)))
     return names
 
 
@@ -74,7 +74,7 @@ def _import_statements(lines: Iterable[str]) -> str:
     return "\n".join(kept)
 
 
-def _imports(tree: ast.AST) -> list[str]:
+def imported_modules(tree: ast.AST) -> list[str]:
     """Return each imported module; `from a import b` gives a and a.b, as b may be a module."""
     names: list[str] = []
     for node in ast.walk(tree):

@@ -12,7 +12,7 @@ from scripts.environment import Environment, stage
 from scripts.proc import run
 from scripts.project import ROOT
 
-_PLUGIN = "tests.vllm_cpu"
+PLUGIN = "tests.vllm_cpu"
 _WHOLE_RUN = (0, 1)  # exit codes of pytest when all that was collected has run
 
 
@@ -74,7 +74,7 @@ def start_pytest(
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
     return run(
         [
-            environment.python, "-m", "pytest", "-p", _PLUGIN, "-p", "no:cacheprovider",
+            environment.python, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider",
             "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
         ],
         cwd=stage(),
@@ -83,6 +83,11 @@ def start_pytest(
         check=False,
         stream=stream,
     )  # fmt: skip
+
+
+def is_of(node: str, test: str) -> bool:
+    """Whether the node id `node` is `test`, or one of its parameters, methods or functions."""
+    return node == test or node.startswith((f"{test}::", f"{test}["))
 
 
 def outcomes_of(log: Path) -> dict[str, Outcome]:

@@ -32,7 +32,8 @@ from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.pytest_run import Outcome, run_pytest
+from scripts.proofs import record
+from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.series import Series, load_series
 from scripts.terminal import entry, err, out
 
@@ -91,6 +92,9 @@ def main() -> None:
         proof = prove(release, [registry.fixes[fix_id] for fix_id in wanted], registry)
         out.print(_table(proof))
         _write_report(proof)
+        for verdict in proof.verdicts:
+            record(release, "stock", [registry.fixes[verdict.fix]], verdict.stock)
+            record(release, "patched", [registry.fixes[verdict.fix]], verdict.patched)
         of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
         faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
     for fault in faults:
@@ -181,17 +185,13 @@ def _of(fix: Fix, outcomes: Outcomes) -> Outcomes:
 
 
 def _belongs(node: str, fix: Fix) -> bool:
-    return any(_is_of(node, test) for test in fix.tests)
-
-
-def _is_of(node: str, test: str) -> bool:
-    return node == test or node.startswith((f"{test}::", f"{test}["))
+    return any(is_of(node, test) for test in fix.tests)
 
 
 def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:
     for test in registry.fixes[verdict.fix].tests:
         for side, outcomes in (("stock", verdict.stock), ("patched", verdict.patched)):
-            if not any(_is_of(node, test) for node in outcomes):
+            if not any(is_of(node, test) for node in outcomes):
                 yield f"{verdict.fix}, {side}: {test} did not run"
     for node in sorted(verdict.stock.keys() ^ verdict.patched.keys()):
         yield f"{verdict.fix}: {node} ran on one side only"
