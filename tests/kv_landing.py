@@ -11,7 +11,8 @@ knows how blocks are paired, only that token `t` of a request sits in its logica
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import torch
@@ -19,7 +20,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.nixl_worker import GroupKind, make_worker, nixl_of, receive
+from tests.nixl_worker import SCRIPTED, GroupKind, make_worker, nixl_of, receive
 
 MAX_TOKENS = 256
 """Longer prompts have no value of their own for each token (see `_value`)."""
@@ -58,7 +59,12 @@ class Engines:
     """A prefill and a decode worker of a deployment, not yet connected."""
 
     def __init__(
-        self, deployment: Deployment, *, max_tokens: int = 64, state_tokens: int | None = None
+        self,
+        deployment: Deployment,
+        *,
+        max_tokens: int = 64,
+        state_tokens: int | None = None,
+        nixl: Mapping[str, Any] = SCRIPTED,
     ) -> None:
         d = deployment
         kernels = d.kernel, d.kernel * d.split
@@ -75,6 +81,7 @@ class Engines:
                 num_blocks=1 + len(d.groups) * (-(-max_tokens // block) + 1),
                 state_tokens=state_tokens or min(blocks),
                 prefix_caching=d.prefix_caching,
+                nixl=nixl,
             )
             for name, block, kernel in zip("PD", blocks, kernels, strict=True)
         )
@@ -101,22 +108,28 @@ class Engines:
         theirs, ours = p.allocate(tokens, seed), d.allocate(tokens, seed + 1)
         for group in range(len(self.deployment.groups)):
             p.fill(group, theirs[group], tokens)
-        receive(
-            self.decode,
-            local_blocks=[d.asked_for(g, ids, hit) for g, ids in enumerate(ours)],
-            remote_blocks=[p.asked_for(g, ids, 0) for g, ids in enumerate(theirs)],
+        split = self.transfer(
+            [d.asked_for(g, ids, hit) for g, ids in enumerate(ours)],
+            [p.asked_for(g, ids, 0) for g, ids in enumerate(theirs)],
         )
-        for read in nixl_of(self.decode).reads:
-            nixl_of(self.decode).move(read)
         first = hit * self.deployment.decode_block
         found = [
             fault
             for group in range(len(self.deployment.groups))
-            for fault in d.faults(
-                group, ours[group], range(first, tokens), theirs[group], p, self.deployment.split
-            )
+            for fault in d.faults(group, ours[group], range(first, tokens), theirs[group], p, split)
         ]
         return found + d.strays(ours, hit)
+
+    def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> int:
+        """Make D receive `theirs` into `ours`, logical blocks of each group.
+
+        Returns:
+            The parts in which D's kernel blocks lie afterwards: received, not yet post-processed.
+        """
+        receive(self.decode, local_blocks=ours, remote_blocks=theirs)
+        for read in nixl_of(self.decode).reads:
+            nixl_of(self.decode).move(read)
+        return self.deployment.split
 
 
 def _value(token: int, layer: int) -> float:
@@ -222,12 +235,8 @@ class _Side:
     def _kernel_block(self, cache: torch.Tensor, index: int, split: int) -> torch.Tensor:
         """One kernel block as (keys and values, parts, heads, tokens of a part, head size)."""
         if cache.dim() == 3:  # latent: blocks, tokens, elements
-            block = cache[index].unsqueeze(0)
-        elif self.worker._has_mamba:  # blocks first
-            block = cache[index]
-        else:
-            block = cache[:, index]
-        if cache.dim() == 3:
-            return block.view(1, split, 1, self.kernel // split, -1)
+            return cache[index].view(1, split, 1, self.kernel // split, -1)
+        # Blocks first in a hybrid; else as in memory, with heads before tokens.
+        block = cache[index] if self.worker._has_mamba else cache[:, index].transpose(1, 2)
         heads, size = block.shape[1], block.shape[3]
         return block.view(block.shape[0], split, heads, self.kernel // split, size)

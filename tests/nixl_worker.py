@@ -32,7 +32,7 @@ import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,6 +265,10 @@ class ScriptedNixl:
         return result if result is not None else inbox
 
 
+SCRIPTED: Mapping[str, Any] = {"NixlWrapper": ScriptedNixl, "nixl_agent_config": None}
+"""What a worker's module takes its NIXL from: names and what stands there in nearly every test."""
+
+
 def raising(error: Exception, when: Callable[..., bool] = lambda *_: True) -> Callable[..., None]:
     """A script for `ScriptedNixl.on` that raises `error` for the calls that `when` picks."""
 
@@ -319,7 +323,7 @@ def tiny_model(mla: bool) -> str:
             "qk_nope_head_dim": 8,
             "qk_rope_head_dim": 8,
             "v_head_dim": 8,
-            "n_routed_experts": None,
+            "n_routed_experts": 2,
             "first_k_dense_replace": LAYERS,
         }
     folder = tempfile.TemporaryDirectory(prefix="kvfix-model-")
@@ -411,7 +415,7 @@ def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]
         ) -> tuple[int, ...]:
             if mla:
                 return (num_blocks, block_size, head_size)
-            return (2, num_blocks, num_kv_heads, block_size, head_size)
+            return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     return TinyBackend
 
@@ -506,13 +510,17 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
                 caches[name] = states
                 continue
             kernel_blocks = config.num_blocks * spec.block_size // kernel_block_size
+            flat = raw.view(DTYPE)
             if isinstance(spec, MLAAttentionSpec):
-                shape = (kernel_blocks, kernel_block_size, spec.head_size)
+                caches[name] = flat.view(kernel_blocks, kernel_block_size, spec.head_size)
             elif hybrid:  # blocks first, so that states and attention can share pages
-                shape = (kernel_blocks, 2, spec.num_kv_heads, kernel_block_size, HEAD_SIZE)
-            else:
-                shape = (2, kernel_blocks, spec.num_kv_heads, kernel_block_size, HEAD_SIZE)
-            caches[name] = raw.view(DTYPE).view(shape)
+                caches[name] = flat.view(
+                    kernel_blocks, 2, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
+                )
+            else:  # the backend's shape names tokens before heads; in memory heads come first
+                caches[name] = flat.view(
+                    2, kernel_blocks, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
+                ).transpose(2, 3)
     return caches
 
 
@@ -529,11 +537,11 @@ def surroundings(
     `names` are further names of the worker's module to replace.
     """
     backend = _backend(mla, kernel_block_size)
-    names |= {
-        "NixlWrapper": ScriptedNixl,
-        "nixl_agent_config": None,
+    names = {
+        **SCRIPTED,
         "get_current_attn_backends": lambda *_: [backend],
         "get_kv_cache_layout": lambda: layout,
+        **names,
     }
     # On its CPU platform the worker pins the calling thread to a core: not in a test run.
     cores = os.sched_getaffinity(0)
@@ -559,9 +567,10 @@ def make_worker(
     state_tokens: int | None = None,
     layout: Literal["HND", "NHD"] = "HND",
     worker_class: type[NixlConnectorWorker] = NixlConnectorWorker,
+    nixl: Mapping[str, Any] = SCRIPTED,
     **config: Any,  # noqa: ANN401 - handed on
 ) -> NixlConnectorWorker:
-    """A worker with registered KV caches, over a `ScriptedNixl` (see `nixl_of`).
+    """A worker with registered KV caches, over a `ScriptedNixl` (see `nixl_of`) or a real one.
 
     Args:
         engine_id: the engine that this worker belongs to.
@@ -575,6 +584,7 @@ def make_worker(
         state_tokens: size of a Mamba state, see `make_kv_cache_config`.
         layout: the cache's layout; different TP sizes on P and D need HND.
         worker_class: the class to build.
+        nixl: the NIXL underneath.
         config: further keyword arguments of `make_vllm_config`.
     """
     heads = max(1, HEADS // tp_size)
@@ -600,6 +610,7 @@ def make_worker(
         layout=layout,
         get_tensor_model_parallel_rank=lambda: tp_rank,
         get_tensor_model_parallel_world_size=lambda: tp_size,
+        **nixl,
     ):
         worker = worker_class(vllm_config, engine_id, kv_cache_config)
         worker.register_kv_caches(allocate(kv_cache_config, kernel_block_size or block_size))
