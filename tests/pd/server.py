@@ -34,6 +34,8 @@ START_S = 600.0
 ANSWER_S = 120.0
 """Seconds that an answer may take."""
 
+API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+
 _PLUGIN = Path(__file__).parent / "plugin"
 # Runs its words; when they end, or its standard input does, all of the group is killed.
 _LEADER = '("$@" </dev/null; kill -KILL 0) & read _; kill -KILL 0'
@@ -84,6 +86,7 @@ class Server:
         workers: int = 1,
         port: int | None = None,
         side_port: int | None = None,
+        command: Sequence[str] = API_SERVER,
     ) -> None:
         """Start it.
 
@@ -100,6 +103,7 @@ class Server:
             workers: Its workers on this machine.
             port: Where it answers; a free port by default.
             side_port: Where its NIXL handshake answers; a free port by default.
+            command: What is started, in front of vLLM's own options.
         """
         free = free_ports(2)
         self.side = side
@@ -109,7 +113,7 @@ class Server:
         self.side_port = side_port or free[1]
         self.url = f"http://127.0.0.1:{self.port}"
         words = [
-            sys.executable, "-m", "vllm.entrypoints.openai.api_server",
+            *command,
             "--model", str(model), "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(self.port),
             "--enforce-eager", "--max-num-seqs", "8", "--dtype", "float32",
