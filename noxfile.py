@@ -62,6 +62,12 @@ def edit(session: nox.Session) -> None:
 
 
 @nox.session
+def rebase(session: nox.Session) -> None:
+    """Carry the fixes to another release: nox -s rebase -- RELEASE, then --continue or --skip."""
+    tool(session, "rebase", group="lint")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check code, patches, registry, and that every release has what the overlay uses."""
     tool(session, "lint", group="lint")

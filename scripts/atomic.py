@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
+from scripts.terminal import err
+
 _MODE = 0o644  # said outright, so that the result does not depend on the caller's umask
 
 
@@ -38,6 +40,24 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
     finally:
         temporary.unlink(missing_ok=True)
     _fsync_folder(target.parent)
+
+
+@contextmanager
+def only_process(folder: Path, what: str) -> Iterator[None]:
+    """Wait until no other process `what` (said to the user) in `folder`.
+
+    The system frees a dead process's lock. Where a file system has no locks nobody waits, so what
+    is written in the block has to be put in place whole.
+    """
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            err.print(f"another process {what}; waiting for it", markup=False)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
 
 
 def _create(target: Path) -> tuple[int, Path]:

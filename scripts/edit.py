@@ -123,15 +123,7 @@ def _finish() -> None:
     line, registry = state["line"], load_registry()
     fix = registry.fixes[state["fix"]]
     repository = Repository(WORKTREE)
-    repository.run("add", "--all", "--", "*.py")
-    rows = repository.run("diff", "HEAD", "--name-status", "--", "vllm").splitlines()
-    changed = [row.partition("\t")[2] for row in rows]
-    if others := [row.replace("\t", " ") for row in rows if not row.startswith("M\t")]:
-        raise UsageError(
-            f"the worktree has files that are new, gone or of another kind: {', '.join(others)}",
-            expected="changes inside of files that the release has",
-            next_step="put new code into vllm_overlay/, and the release's files back",
-        )
+    changed = changed_files(repository)
     if not changed:
         raise UsageError(
             f"the worktree changes nothing, so fix {fix.id} would have an empty patch",
@@ -147,6 +139,23 @@ def _finish() -> None:
         replace_text(series_file(line), "".join(f"{name}\n" for name in (*names, fix.file_name)))
     shutil.rmtree(WORKTREE)
     out.print(f"Wrote patches/{line}/{fix.file_name}. Now: nox -s lint")
+
+
+def changed_files(repository: Repository) -> list[str]:
+    """Return the files below `vllm/` that the worktree of `repository` changes.
+
+    Raises:
+        UsageError: A file is new, gone or of another kind; a patch changes files that are there.
+    """
+    repository.run("add", "--all", "--", "*.py")
+    rows = repository.run("diff", "HEAD", "--name-status", "--", "vllm").splitlines()
+    if others := [row.replace("\t", " ") for row in rows if not row.startswith("M\t")]:
+        raise UsageError(
+            f"the worktree has files that are new, gone or of another kind: {', '.join(others)}",
+            expected="changes inside of files that the release has",
+            next_step="put new code into vllm_overlay/, and the release's files back",
+        )
+    return [row.partition("\t")[2] for row in rows]
 
 
 def export_one(repository: Repository, parent: str, files: dict[str, bytes], fix_id: str) -> str:

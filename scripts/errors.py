@@ -115,3 +115,9 @@ class CheckFailedError(KvfixError):
     """A check ran to its end and found faults, all of them listed above the message."""
 
     exit_code = 30
+
+
+class NeedsPersonError(KvfixError):
+    """A fix cannot be carried by text alone: resolve it in the worktree that is named."""
+
+    exit_code = 31

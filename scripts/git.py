@@ -7,9 +7,12 @@ Every call pins the configuration that could change what it does: a user's `core
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 from git.cmd import Git
 from git.exc import GitCommandError, GitCommandNotFound
@@ -88,11 +91,12 @@ class Repository:
         self.path = path
 
     @classmethod
-    def init(cls, path: Path) -> Repository:
-        """Make an empty repository at `path`."""
+    def init(cls, path: Path, *, bare: bool = False) -> Repository:
+        """Make an empty repository at `path`, or take the one that is there."""
         path.mkdir(parents=True, exist_ok=True)
         repository = cls(path)
-        repository.run("init", "--quiet", "--template=", "--object-format=sha1")
+        bare_or_not = ["--bare"] if bare else []
+        repository.run("init", "--quiet", "--template=", "--object-format=sha1", *bare_or_not)
         return repository
 
     def run(
@@ -106,20 +110,81 @@ class Repository:
         Raises:
             GitError: Git is not there, or the command failed.
         """
+        try:
+            output: bytes = self._execute(
+                arguments, env, pinned, strip_newline_in_stdout=False, stdout_as_string=False
+            )
+        except GitCommandError as error:
+            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ").strip("'")
+            raise self._refused(arguments[0], words) from error
+        return output.decode("utf-8", "surrogateescape")
+
+    @contextmanager
+    def fed(self, *arguments: str) -> Iterator[IO[bytes]]:
+        """Run one git command; yield its standard input, and wait for its end.
+
+        Raises:
+            GitError: Git is not there, or the command failed.
+        """
+        # The holder ends the process when it is collected, so it has to live as long.
+        holder = self._execute(arguments, None, _PINNED, as_process=True, istream=subprocess.PIPE)
+        process = holder.proc
+        try:
+            with suppress(BrokenPipeError):  # it has ended early, and says why
+                yield process.stdin
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            said = process.stderr.read().decode("utf-8", "replace").strip()
+            process.stdout.close()
+            process.stderr.close()
+            status = process.wait()
+        if status:
+            raise self._refused(arguments[0], said)
+
+    def merge(self, ours: str, base: str, theirs: str, labels: Sequence[str]) -> tuple[str, int]:
+        """Merge three texts of one file.
+
+        Args:
+            ours: The text that is changed.
+            base: The text that `theirs` was made from.
+            theirs: The text whose changes are taken over.
+            labels: What the markers of a conflict call the three, in this order.
+
+        Returns:
+            The merged text, with markers (all three sides) where there is a conflict, and how many
+            conflicts there are.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, name) for name in ("ours", "base", "theirs")]
+            words = ["merge-file", "--quiet", "--diff3"]
+            for path, text, label in zip(paths, (ours, base, theirs), labels, strict=True):
+                path.write_bytes(text.encode("utf-8", "surrogateescape"))
+                words += ["-L", label]
+            conflicts = 0
+            try:
+                self.run(*words, *map(os.fspath, paths))
+            except GitError as error:
+                # It exits with the number of conflicts, and beyond 127 where it could not merge.
+                conflicts = int(getattr(error.__cause__, "status", 0) or 0)
+                if not 0 < conflicts < 128:
+                    raise
+            return paths[0].read_bytes().decode("utf-8", "surrogateescape"), conflicts
+
+    def _execute(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None,
+        pinned: Mapping[str, str],
+        **how: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
         options = [word for key, value in pinned.items() for word in ("-c", f"{key}={value}")]
         for name in _FOREIGN:  # GitPython only adds to the environment
             os.environ.pop(name, None)
+        fixed = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
         try:
-            output = Git(self.path).execute(
-                ["git", *options, *arguments],
-                env={
-                    "LC_ALL": "C",
-                    "GIT_OPTIONAL_LOCKS": "0",
-                    "GIT_TERMINAL_PROMPT": "0",
-                    **(env or {}),
-                },
-                strip_newline_in_stdout=False,
-                stdout_as_string=False,
+            return Git(self.path).execute(
+                ["git", *options, *arguments], env={**fixed, **(env or {})}, **how
             )
         except GitCommandNotFound as error:
             raise GitError(
@@ -127,14 +192,13 @@ class Repository:
                 expected="git 2.30 or later on the PATH",
                 next_step="install git, then run the same command",
             ) from error
-        except GitCommandError as error:
-            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ").strip("'")
-            raise GitError(
-                f"git {arguments[0]} failed in {self.path}: {words}",
-                expected="a repository that git can work in",
-                next_step=f"git -C {self.path} status",
-            ) from error
-        return output.decode("utf-8", "surrogateescape")
+
+    def _refused(self, command: str, words: str) -> GitError:
+        return GitError(
+            f"git {command} failed in {self.path}: {words}",
+            expected="a repository that git can work in",
+            next_step=f"git -C {self.path} status",
+        )
 
     def resolve(self, revision: str) -> str | None:
         """Return the commit that `revision` names, or None.

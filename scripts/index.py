@@ -7,7 +7,6 @@ hashed before each use, so that nobody has to trust the cache.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
@@ -26,7 +25,7 @@ from packaging.utils import (
 )
 from packaging.version import Version
 
-from scripts.atomic import replacing
+from scripts.atomic import only_process, replacing
 from scripts.digest import sha256
 from scripts.errors import HashMismatchError, NetworkError, StorageError, UsageError
 
@@ -78,7 +77,7 @@ def fetch(file: LockedFile, *, distribution: str = "vllm") -> Path:
         if _is_whole(target, file.sha256):
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_process(target.parent):
+        with only_process(target.parent, "fetches the same file"):
             if target.exists():
                 if _is_whole(target, file.sha256):  # the process before us has fetched it
                     return target
@@ -353,20 +352,6 @@ def _warnings_of(name: str) -> Iterator[list[str]]:
         yield texts
     finally:
         logger.removeHandler(collector)
-
-
-@contextmanager
-def _only_process(folder: Path) -> Iterator[None]:
-    """Wait until no other process fetches into `folder`; the system frees a dead one's lock."""
-    with (folder / ".lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _warn("another process is fetching the same file; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        except OSError:
-            pass  # a file system without locks: both transfer, and each puts a whole file in place
-        yield
 
 
 def _is_whole(path: Path, expected: str) -> bool:

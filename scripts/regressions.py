@@ -133,8 +133,8 @@ def prove(release: str, fixes: list[Fix], registry: Registry) -> Proof:
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
-            stock=_of(fix, sides["stock"]),
-            patched=_of(fix, sides["patched"]),
+            stock=of_fix(fix, sides["stock"]),
+            patched=of_fix(fix, sides["patched"]),
             alone=alone_by_fix.get(fix.id, {}),
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
@@ -180,7 +180,8 @@ def _alone(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _of(fix: Fix, outcomes: Outcomes) -> Outcomes:
+def of_fix(fix: Fix, outcomes: Outcomes) -> Outcomes:
+    """Return the outcomes of the tests of `fix`, by node id."""
     return {node: outcome for node, outcome in outcomes.items() if _belongs(node, fix)}
 
 
@@ -204,7 +205,7 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
         yield f"{verdict.fix}: no test fails on stock by an assertion about behaviour"
     turned = registry.with_dependencies({verdict.fix})
     for fix in fixes:
-        own = _of(fix, verdict.alone)
+        own = of_fix(fix, verdict.alone)
         if fix.id in turned:
             yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed")
         elif fix.affects(release):

@@ -10,7 +10,7 @@ import pytest
 from scripts.fixes import Registry
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
-from scripts.regressions import Outcomes, Verdict, _as_json, _belongs, _faults, _of
+from scripts.regressions import Outcomes, Verdict, _as_json, _belongs, _faults, of_fix
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"
@@ -159,7 +159,7 @@ def test_one_test_of_several_may_fail_for_want_of_a_name() -> None:
 def test_a_node_belongs_to_the_fix_that_names_it(node: str, belongs: bool) -> None:
     fix = toys.fix("1", tests=("tests/a.py", "tests/b.py::one"))
     assert _belongs(node, fix) is belongs
-    assert bool(_of(fix, {node: PASSED})) is belongs
+    assert bool(of_fix(fix, {node: PASSED})) is belongs
 
 
 def test_the_report_says_whether_a_fix_stands_alone() -> None:

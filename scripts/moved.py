@@ -1,0 +1,156 @@
+"""Where code went: definitions by name and by similarity.
+
+The similarity of a piece of code to another is the share of its lines that the other has too,
+indentation aside. A file that was split in three is found in all three.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import PurePosixPath
+
+from scripts.errors import GitError
+from scripts.git import Repository
+
+_SIMILAR = 0.5  # below it, what is alike is mostly what all code shares
+_MOST = 3  # places that are named; a person reads them
+
+
+@dataclass(frozen=True)
+class Definition:
+    """A function or class: its dotted name within the file, and its lines, from 1, both included.
+
+    Decorators belong to it.
+    """
+
+    name: str
+    first: int
+    last: int
+
+    def cut(self, text: str) -> str:
+        """Return its lines out of the module's text."""
+        return "".join(text.splitlines(keepends=True)[self.first - 1 : self.last])
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a piece of code may have gone; `share` of its lines, from 0 to 1, are there."""
+
+    path: str
+    name: str
+    share: float
+
+    def __str__(self) -> str:
+        return f"{self.path}{f', {self.name}' if self.name else ''} ({self.share:.0%} of its lines)"
+
+
+@lru_cache(maxsize=512)
+def definitions(text: str) -> tuple[Definition, ...]:
+    """Return all functions and classes of a module, outer ones first; none where it is no Python.
+
+    Methods are named `Class.method`.
+    """
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(_below(tree, ""))
+
+
+def _below(node: ast.AST, prefix: str) -> Iterator[Definition]:
+    for child in ast.iter_child_nodes(node):
+        name = prefix
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}.{child.name}" if prefix else child.name
+            first = min([child.lineno, *(one.lineno for one in child.decorator_list)])
+            yield Definition(name, first, child.end_lineno or child.lineno)
+        yield from _below(child, name)
+
+
+def definition_at(text: str, line: int) -> Definition | None:
+    """Return the innermost definition that holds `line` (from 1) of `text`."""
+    around = [one for one in definitions(text) if one.first <= line <= one.last]
+    return max(around, key=lambda one: (one.first, -one.last), default=None)
+
+
+def where_it_went(
+    text: str, definition: Definition | None, path: str, repository: Repository, revision: str
+) -> tuple[Place, ...]:
+    """Return where `revision` has what is in `text`, most alike first.
+
+    Args:
+        text: The module that held it.
+        definition: The function or class that is looked for; None: the whole module.
+        path: Path of that module.
+        repository: Where to look.
+        revision: In which tree.
+    """
+    lines = text.splitlines()
+    wanted = lines if definition is None else lines[definition.first - 1 : definition.last]
+    simple = definition.name.rpartition(".")[2] if definition else ""
+    modules = dict(_near(repository, revision, str(PurePosixPath(path).parent)))
+    for other in _naming(repository, revision, simple) if simple else ():
+        if other not in modules:
+            modules[other] = _text(repository, revision, other)
+    found: list[tuple[bool, Place]] = []
+    for other, there in modules.items():
+        rows = there.splitlines()
+        if definition is None:
+            found.append((False, Place(other, "", _share(wanted, rows))))
+            continue
+        for one in definitions(there):
+            same = one.name.rpartition(".")[2] == simple
+            share = _share(wanted, rows[one.first - 1 : one.last])
+            # A class that holds the function is like it as well; the function says more.
+            if same or one.last - one.first < 2 * len(wanted):
+                found.append((same, Place(other, one.name, share)))
+    fitting = [(same, place) for same, place in found if same or place.share >= _SIMILAR]
+    fitting.sort(key=lambda pair: (-pair[1].share, not pair[0], pair[1].path, pair[1].name))
+    return tuple(place for _, place in fitting[:_MOST])
+
+
+@lru_cache(maxsize=64)
+def _near(repository: Repository, revision: str, folder: str) -> dict[str, str]:
+    """Return the modules of `folder`, one folder up and all below: code mostly moves that far."""
+    near = PurePosixPath(folder)
+    while not repository.run("ls-tree", revision, "--", str(near)) and near.parent != near:
+        near = near.parent
+    # Every line, with its path: one process for all modules.
+    rows = _grep(repository, "-z", "-e", "", revision, "--", f"{near.parent}/*.py")
+    texts: dict[str, list[str]] = {}
+    for row in rows:
+        path, _, line = row.partition("\0")
+        texts.setdefault(path.partition(":")[2], []).append(line)
+    return {path: "\n".join(lines) + "\n" for path, lines in texts.items()}
+
+
+@lru_cache(maxsize=512)
+def _naming(repository: Repository, revision: str, simple: str) -> tuple[str, ...]:
+    """Return the modules of vLLM that define the name `simple`."""
+    named = rf"^\s*(async def|def|class) {simple}\b"
+    rows = _grep(repository, "-l", "-E", "-e", named, revision, "--", "vllm/*.py")
+    return tuple(row.partition(":")[2] for row in rows)
+
+
+@lru_cache(maxsize=512)
+def _text(repository: Repository, revision: str, path: str) -> str:
+    return repository.read(revision, path) or ""
+
+
+def _grep(repository: Repository, *words: str) -> list[str]:
+    try:
+        return repository.run("grep", *words).split("\n")[:-1]
+    except GitError as error:
+        if getattr(error.__cause__, "status", None) != 1:  # 1: nothing found
+            raise
+        return []
+
+
+def _share(wanted: list[str], there: list[str]) -> float:
+    mine = Counter(filter(None, map(str.strip, wanted)))
+    common = mine & Counter(map(str.strip, there))
+    return common.total() / mine.total() if mine else 0.0

@@ -1,0 +1,124 @@
+"""A small patch set that can be carried: releases of a small vLLM, and real tests of its fixes.
+
+Everything runs as it does for users but for two things: an environment is an unpacked wheel beside
+this Python instead of 8 GB of packages, and lint reads the patches and not the tools' own code.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from scripts.fixes import Registry
+from scripts.project import read_toml
+from tests.scripts import checkouts, toys
+from tests.scripts.checkouts import Checkout, registry_text, sdist_bytes, wheel_bytes, wheel_name
+from tests.scripts.repos import write
+
+WORKER = toys.WORKER
+HOOKED = "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py"
+REGISTRY = toys.registry(
+    toys.fix("1", applies_to=">=0.20.0", fixed_in=""),
+    toys.fix("2", applies_to=">=0.20.0", fixed_in=""),
+)
+_ENVIRONMENT = '''
+
+class Environment(Environment):
+    """An unpacked wheel."""
+
+    def __init__(self, release):
+        super().__init__(release)
+        self.python = Path(sys.executable)
+
+    def make(self):
+        return self
+
+    def install(self, wheel):
+        import zipfile
+
+        shutil.rmtree(self.folder, ignore_errors=True)
+        zipfile.ZipFile(wheel).extractall(self.folder)
+
+    def site(self):
+        return self.folder
+
+    def variables(self, shadow):
+        variables = super().variables(shadow)
+        variables["PYTHONPATH"] += os.pathsep + str(self.folder)
+        return variables
+'''
+_TEST = """
+from vllm.worker import {0}
+
+
+def test() -> None:
+    assert {0}(1) == 2
+"""
+_FILES = {
+    "README.md": "# Tools\n<!-- matrix, made by a tool -->\nold\n<!-- end of matrix -->\nend\n",
+    "CHANGELOG.md": "- 1: this\n- 2: that\n",
+    "tests/regressions/test_1.py": _TEST.format("work2"),
+    "tests/regressions/test_2.py": _TEST.format("work9"),
+    "tests/vllm_cpu.py": "",
+    "tests/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
+    HOOKED: "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
+    "vllm_overlay/distributed/__init__.py": "",
+    "vllm_overlay/distributed/kv_transfer/__init__.py": "",
+}
+
+
+def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
+    """Return a patch set with one line, `v0.20`, for one release, 0.20.2."""
+    made = checkouts.small(folder)
+    (made.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
+    for path in (made.folder / "vllm_overlay").iterdir():
+        if path.is_dir() and path.name != "provenance":
+            shutil.rmtree(path)
+    write(made.folder, _FILES)
+    change(made.folder / "scripts" / "lint.py", "[*_code(), *_patch_set()]", "[*_patch_set()]")
+    with (made.folder / "scripts" / "environment.py").open("a") as file:
+        file.write(_ENVIRONMENT)
+    declaration = made.folder / "pyproject.toml"
+    text = declaration.read_text()
+    start = text.index("releases = [")
+    declaration.write_text(
+        text.replace(text[start : text.index("]", start) + 1], 'releases = ["0.20.2"]')
+    )
+    result = made.run("edit", "--restamp")
+    assert result.returncode == 0, result.stderr
+    return made
+
+
+def copied(checkout: Checkout, folder: Path) -> Checkout:
+    """Return a copy of the patch set, with a cache of its own."""
+    shutil.copytree(checkout.folder, folder / "kvfix", symlinks=True)
+    shutil.copytree(checkout.cache, folder / "cache")
+    return Checkout(folder / "kvfix", folder / "cache")
+
+
+def release(checkout: Checkout, name: str, texts: Mapping[str, str]) -> None:
+    """Pin a further release of the small vLLM."""
+    lock = read_toml(checkout.patches / "upstream.lock")
+    pinned = {
+        one: (
+            table["line"],
+            {
+                file: (checkout.cache / "files" / sha256 / file).read_bytes()
+                for file, sha256 in table["files"].items()
+            },
+        )
+        for one, table in lock.items()
+    }
+    files = {
+        f"vllm-{name}.tar.gz": sdist_bytes(texts, name),
+        wheel_name(name): wheel_bytes(texts, version=name),
+    }
+    checkout.lock({**pinned, name: (f"v{name.rpartition('.')[0]}", files)})
+
+
+def change(path: Path, old: str, new: str) -> None:
+    """Replace a passage that a file has."""
+    text = path.read_text()
+    assert old in text, old
+    path.write_text(text.replace(old, new))
