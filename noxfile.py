@@ -95,6 +95,12 @@ def status(session: nox.Session) -> None:
 
 
 @nox.session
+def matrix(session: nox.Session) -> None:
+    """Print what CI runs the regressions on, as JSON."""
+    tool(session, "ci_matrix")
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Drive the receive's state machine for 100,000 steps, stock and patched."""
     tool(session, "soak")

@@ -1,6 +1,7 @@
 """`nox -s lint`: everything that can be said of the patch set without running vLLM.
 
-All checks run, all faults are listed, and the session fails once. Beside ruff and mypy:
+All checks run, all faults are listed, and the session fails once. Beside ruff, mypy and
+zizmor (for the workflows of CI):
 
 - each patch's message is the registry's, and re-exporting the patch gives the same bytes;
 - each patch applies exactly to every release of its line, alone with what it depends on and in
@@ -58,6 +59,9 @@ def _code() -> Iterator[str]:
         result = run([*python, *command, *_PYTHON], cwd=ROOT, check=False)
         if result.returncode:
             yield f"{' '.join(command)}:\n{result.stdout}{result.stderr}"
+    result = run(["zizmor", "--offline", "--no-progress", ".github"], cwd=ROOT, check=False)
+    if result.returncode:
+        yield f"zizmor:\n{result.stdout}{result.stderr}"
 
 
 def _patch_set() -> Iterator[str]:
