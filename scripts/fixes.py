@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
@@ -33,6 +34,18 @@ class UpstreamTest:
 
     releases: str  # a PEP 440 specifier
     test: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Spared:
+    """Tests of ours that pass on the stock of some releases which need the fix, and why.
+
+    They have another part of the defect: upstream has mended this one, or not yet brought it in.
+    """
+
+    releases: str  # a PEP 440 specifier
+    tests: Sequence[str]
     reason: str
 
 
@@ -64,6 +77,7 @@ class Fix:
     change: str
     risk: str
     upstream_tests: tuple[UpstreamTest, ...] = ()
+    spared: tuple[Spared, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -79,6 +93,15 @@ class Fix:
     def affects(self, release: str) -> bool:
         """Whether `release` has the defect, as far as the registry knows."""
         return SpecifierSet(self.applies_to).contains(release, prereleases=True)
+
+    def spared_on(self, release: str) -> tuple[str, ...]:
+        """Return those of our tests that pass on the stock of `release`, affected or not."""
+        return tuple(
+            test
+            for one in self.spared
+            if SpecifierSet(one.releases).contains(release, prereleases=True)
+            for test in one.tests
+        )
 
 
 @dataclass(frozen=True)
@@ -181,6 +204,7 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     kinds = get_type_hints(Fix)
     try:
         values["upstream_tests"] = [UpstreamTest(**one) for one in values.pop("upstream_test", ())]
+        values["spared"] = [Spared(**one) for one in values.get("spared", ())]
         wrong = [
             field
             for field, value in values.items()

@@ -62,6 +62,9 @@ def _details(registry: Registry, held: dict[str, set[str]]) -> str:
             f"{f', fixed in {fix.fixed_in}' if fix.fixed_in else ''}. "
             f"Needs {needs}. Wire: {fix.wire_compat}.\n"
         )
+        for spared in fix.spared:
+            names = ", ".join(f"`{test.rpartition('::')[2]}`" for test in spared.tests)
+            parts.append(f"On {spared.releases} {spared.reason}: {names} pass on stock.\n")
         for test in fix.upstream_tests:
             parts.append(
                 f"Upstream's own `{test.test}` ({test.releases}) fails with it: {test.reason}.\n"

@@ -116,7 +116,7 @@ class ScriptedNixl:
         calls: every call so far, oldest first.
         reads: every read made so far, oldest first; `state` decides what polling answers.
         heard: agent name -> notifications it received, from `send_notif` and from reads that
-            completed, in order.
+            completed, in order; without heartbeats, which from 0.22.0 on prolong leases.
         inbox: what the next `get_new_notifs` hands to the worker (agent name -> payloads).
         on: call name -> function run with the call's arguments, after it was recorded and
             before anything happens. It may raise, or return the call's result (None: go on as
@@ -257,7 +257,8 @@ class ScriptedNixl:
 
     def send_notif(self, agent: str, notif_msg: bytes) -> None:
         self._record("send_notif", agent, notif_msg)
-        self.heard[agent].append(notif_msg)
+        if not notif_msg.startswith(b"HB:"):
+            self.heard[agent].append(notif_msg)
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         result = self._record("get_new_notifs")

@@ -22,6 +22,7 @@ one fix alone keeps some of the promises, the whole set keeps all.
 from __future__ import annotations
 
 import copy
+import queue
 import threading
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
@@ -338,7 +339,12 @@ class ReceiveMachine(RuleBasedStateMachine):
     def a_handshake_ends(self, outcome: str) -> None:
         if "handshake" in self.faults:
             self.outcome = outcome
-        mine = {name: copy.copy(getattr(self.worker, name)) for name in _OWNED_BY_MAIN}
+        mine = {
+            name: copy.copy(value)
+            for name in _OWNED_BY_MAIN
+            # What is a queue (from 0.22.0 on) is where threads may meet.
+            if not isinstance(value := getattr(self.worker, name), queue.Queue)
+        }
         stats = copy.deepcopy(self.worker.xfer_stats.data)
         self.handshakes.run()
         changed = [name for name, value in mine.items() if getattr(self.worker, name) != value]

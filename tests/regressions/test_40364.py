@@ -106,6 +106,23 @@ def test_what_failed_to_arrive_is_not_processed_as_if_it_had(how: str, blocks: s
     assert [name for name, process in processing.items() if process.called] == []
 
 
+@pytest.mark.parametrize("how", ["ERR", "raises"])
+def test_a_read_that_fails_is_reported_when_the_other_has_ended(how: str) -> None:
+    worker = make_worker()
+    connect(worker, "P", tp_size=2)
+    receive(worker, "req-d", local_blocks=[[1, 2]], tp_size=2)
+    nixl = nixl_of(worker)
+    bad, good = nixl.reads
+    if how == "raises":
+        nixl.on["check_xfer_state"] = raising(RuntimeError("lost"), lambda h: h == bad.handle)
+    else:
+        nixl.fail(bad)
+    assert lives(step, worker) == (set(), set())  # the other one still writes
+    nixl.finish(good)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+
+
 def test_blocks_that_do_not_match_fail_only_the_request_that_brought_them() -> None:
     worker = make_worker()
     connect(worker, "P")

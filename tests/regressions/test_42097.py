@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from tests.kv_landing import Deployment, Engines
+from tests.nixl_worker import nixl_of
 
 HYBRID = Deployment(2, 2, groups=("full", "mamba"))
 
@@ -32,6 +33,40 @@ def test_a_hybrid_gets_the_prompts_kv_whatever_the_ratios() -> None:
             for tokens in (3, 5, 8, 13, 16, 32, 45):
                 if found := faults(deployment, tokens, state_tokens):
                     wrong[ratios, state_tokens, tokens] = found
+    assert wrong == {}
+
+
+def test_a_hybrid_gets_the_rest_of_the_prompt_after_a_prefix_hit() -> None:
+    wrong = {}
+    for ratio in (1, 2, 3):
+        deployment = Deployment(ratio, ratio, groups=HYBRID.groups, prefix_caching=True)
+        for tokens, hit in [(13, 1), (26, 2), (45, 1), (45, 3)]:
+            engines = Engines(deployment)
+            engines.connect()
+            try:
+                found = engines.faults_of_a_prompt(tokens, hit)
+            except AssertionError as error:
+                found = [f"the worker died: {error!r}"]
+            if found:
+                wrong[ratio, tokens, hit] = found
+    assert wrong == {}
+
+
+def test_a_hybrid_with_a_window_gets_the_prompts_kv_or_refuses_the_peer() -> None:
+    wrong = {}
+    for ratios in [(2, 4), (4, 2), (3, 2), (2, 3)]:
+        for tokens in (13, 26, 45):
+            engines = Engines(Deployment(*ratios, groups=("full", "sliding", "mamba")))
+            try:
+                engines.connect()
+                found = engines.faults_of_a_prompt(tokens)
+            except RuntimeError as refusal:
+                assert "--block-size" in str(refusal)
+                found = [f"{read} after the refusal" for read in nixl_of(engines.decode).reads]
+            except (AssertionError, IndexError) as error:
+                found = [f"the worker died: {error!r}"]
+            if found:
+                wrong[ratios, tokens] = found
     assert wrong == {}
 
 

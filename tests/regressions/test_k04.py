@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from typing import Any
 
@@ -148,7 +149,7 @@ def test_a_peer_that_asks_for_a_rank_that_p_does_not_have() -> None:
         listener = threading.Thread(
             target=_quietly,
             args=(NixlConnectorScheduler._nixl_handshake_listener, {0: b"rank 0"}, ready, stop),
-            kwargs={"port": port},
+            kwargs=_address("127.0.0.1", port),
             daemon=True,
         )
         listener.start()
@@ -159,6 +160,13 @@ def test_a_peer_that_asks_for_a_rank_that_p_does_not_have() -> None:
         finally:
             stop.set()
             listener.join(10)
+
+
+def _address(host: str, port: int) -> dict[str, Any]:
+    """Where the listener listens; up to 0.21.0 it takes the host from the environment."""
+    listener = NixlConnectorScheduler._nixl_handshake_listener
+    known = inspect.signature(listener).parameters
+    return {name: value for name, value in {"host": host, "port": port}.items() if name in known}
 
 
 def _quietly(function: Any, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401

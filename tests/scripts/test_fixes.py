@@ -62,6 +62,12 @@ class TestReading:
         (one,) = loaded(tmp_path, HEAD + ENTRY + more)["1"].upstream_tests
         assert (one.releases, one.test, one.reason) == ("<1", "tests/x.py", "wrong ids")
 
+    def test_gives_the_tests_that_pass_on_the_stock_of_some_releases(self, tmp_path: Path) -> None:
+        more = '[[fix.spared]]\nreleases = ">1"\ntests = ["tests/a.py"]\nreason = "half is fixed"\n'
+        fix = loaded(tmp_path, HEAD + ENTRY + more)["1"]
+        assert fix.spared_on("1.1") == ("tests/a.py",)
+        assert fix.spared_on("1.0") == ()
+
     @pytest.mark.parametrize(
         ("old", "new", "fault"),
         [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fixes import Registry
+from scripts.fixes import Registry, Spared
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
 from scripts.regressions import Outcomes, Verdict, _as_json, _belongs, _faults, of_fix
@@ -110,6 +110,45 @@ def test_on_a_release_without_the_defect_its_tests_have_to_pass() -> None:
     assert faults(fix="4", stock=PASSED) == []
     (fault,) = faults(fix="4", stock=FAILED)
     assert "failed, expected passed" in fault
+
+
+class TestOfAPartThatAReleaseDoesNotHave:
+    """A test of fix 1 that is listed as spared has to pass on stock, and the others to fail."""
+
+    def faults(
+        self, *, part: Outcome, rest: Outcome = FAILED, releases: str = "==0.20.2"
+    ) -> list[str]:
+        spared = Spared(releases, [f"{FILE.format(1)}::part"], "upstream has that part")
+        known = toys.registry(toys.fix("1", spared=(spared,)), toys.fix("2"))
+        stock = {**outcomes(_1=rest), f"{FILE.format(1)}::part[a]": part}
+        patched = dict.fromkeys(stock, PASSED)
+        first = Verdict("1", True, stock, patched, {**patched, **outcomes(_2=FAILED)})
+        second = Verdict(
+            "2", True, outcomes(_2=FAILED), outcomes(_2=PASSED), {**stock, **outcomes(_2=PASSED)}
+        )
+        fixes = list(known.fixes.values())
+        return [f for v in (first, second) for f in _faults(v, fixes, "0.20.2", known)]
+
+    def test_passes_on_stock_and_with_another_fix_alone(self) -> None:
+        assert self.faults(part=PASSED) == []
+
+    def test_is_a_fault_where_it_fails(self) -> None:
+        stock, alone = self.faults(part=FAILED)
+        assert stock.startswith("1, stock, spared ")
+        assert alone.startswith("2, alone, tests of 1, spared ")
+
+    def test_is_a_fault_on_other_releases(self) -> None:
+        assert len(self.faults(part=PASSED, releases="==0.21.0")) == 2
+
+    def test_does_not_excuse_the_others(self) -> None:
+        assert any("expected failed" in fault for fault in self.faults(part=PASSED, rest=PASSED))
+
+    def test_has_to_exist(self) -> None:
+        spared = Spared(">=0.1", ["tests/a.py::gone"], "no such test")
+        known = toys.registry(toys.fix("1", spared=(spared,)))
+        verdict = Verdict("1", True, outcomes(_1=FAILED), outcomes(_1=PASSED), outcomes(_1=PASSED))
+        (fault,) = _faults(verdict, list(known.fixes.values()), "0.20.2", known)
+        assert fault == "1, stock, spared tests/a.py::gone: no test ran"
 
 
 def test_a_test_that_is_named_and_does_not_run_is_a_fault() -> None:

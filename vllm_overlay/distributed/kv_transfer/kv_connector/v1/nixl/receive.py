@@ -121,7 +121,7 @@ class Receives:
         meta = self._worker._recving_metadata.get(req_id)
         if meta is not None:
             self._failed.setdefault(req_id, FailedReceive(meta, polled)).polled &= polled
-            self._worker._invalid_block_ids.update(self._blocks(meta))
+            self._invalidate(self._blocks(meta))
         if handle is not None:
             self.release(handle)
 
@@ -135,6 +135,14 @@ class Receives:
         """Fail a receive as a whole, not by one of its reads."""
         # Upstream annotates the handle as never None, as long as only reads can fail.
         self._worker._handle_failed_transfer(req_id, None)  # type: ignore[arg-type, unused-ignore]
+
+    def _invalidate(self, blocks: Iterable[int]) -> None:
+        """Keep invalid blocks for the scheduler: a set up to 0.21.0, since then a queue of sets."""
+        kept: set[int] | queue.Queue[set[int]] = self._worker._invalid_block_ids
+        if isinstance(kept, queue.Queue):
+            kept.put(set(blocks))
+        else:
+            kept.update(blocks)
 
     def _blocks(self, meta: ReqMeta) -> Iterable[int]:
         """The logical blocks that become invalid with a receive."""
@@ -168,6 +176,13 @@ class Receives:
             return False
         self._report(req_id, failed)
         return True
+
+    def pop_failed(self, ended: Iterable[ReqId]) -> set[ReqId]:
+        """Return those of the receives just ended that failed; asked once, as `has_failed`.
+
+        Since 0.22.0 the worker itself passes over the receives of such a set.
+        """
+        return {req_id for req_id in ended if self.has_failed(req_id)} if self._failed else set()
 
     def _is_over(self, req_id: ReqId, failed: FailedReceive) -> bool:
         """Whether a receive that polling has not found to be through is to be reported now."""
@@ -265,17 +280,23 @@ class GuardedReceives(AwaitedReceives):
         return [[n for n in sent if self._readable(n, peer)] for peer, sent in arrived.items()]
 
     def _readable(self, notification: bytes, peer: str) -> bool:
-        """Whether it is "<request id>:<ranks of the sender>", with ranks that we can serve."""
+        """Whether it is "<request id>:<ranks of the sender>", with ranks that we can serve.
+
+        Or, since 0.22.0, "HB:<request ids>": a heartbeat, which prolongs leases.
+        """
         topology = self._worker.transfer_topo
         assert topology is not None  # noqa: S101 - for mypy: set with the KV caches
         try:
-            ranks = int(notification.decode("utf-8").rsplit(":", 1)[1])
+            text = notification.decode("utf-8")
+            if text.startswith("HB:") and hasattr(self._worker, "_handle_heartbeat"):
+                return True
+            ranks = int(text.rsplit(":", 1)[1])
             if ranks < 1:
                 raise ValueError(f"{ranks} ranks")
             topology.tp_ratio(ranks)
         except Exception as error:
-            text = repr(notification)[:100]
-            self._log("notification_unreadable", error, remote_agent_name=peer, payload=text)
+            shown = repr(notification)[:100]
+            self._log("notification_unreadable", error, remote_agent_name=peer, payload=shown)
             self._worker.xfer_stats.record_failed_notification()
             return False
         return True

@@ -193,7 +193,8 @@ def test_a_prefill_that_reads_from_a_decode_server(
     assert engine.step().computed.get("prefill") == computed
     nixl = nixl_of(engine.worker)
     nixl.finish(*nixl.in_flight())
-    assert engine.run()
+    for _ in range(3):  # from 0.22.0 on an engine that holds blocks for a reader is never idle
+        engine.step()
     assert nixl.heard == {"P/0": [b"at-p:1"]}
 
 
