@@ -101,6 +101,12 @@ def matrix(session: nox.Session) -> None:
 
 
 @nox.session
+def upstream_tests(session: nox.Session) -> None:
+    """Run upstream's own tests, stock against patched: nox -s upstream_tests -- [RELEASE]."""
+    tool(session, "upstream_tests")
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Drive the receive's state machine for 100,000 steps, stock and patched."""
     tool(session, "soak")

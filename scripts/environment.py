@@ -27,6 +27,8 @@ from scripts.project import ROOT, read_toml
 from scripts.source import read_source
 from scripts.terminal import err
 
+_STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
+
 
 class Environment:
     """A virtual environment with vLLM `release` and what its tests need.
@@ -58,8 +60,8 @@ class Environment:
                 expected="uv on the PATH",
                 next_step="python -m pip install uv",
             )
-        stamp = self.folder / "kvfix.txt"
-        wanted = "\n".join([sys.version, str(self.stock), *requirements, *overrides])
+        stamp = self.folder / _STAMP
+        wanted = "\n".join(self.contents())
         if stamp.is_file() and stamp.read_text() == wanted:
             return self
         err.print(f"making an environment with vLLM {self.release} (6 to 9 GB) ...")
@@ -70,6 +72,23 @@ class Environment:
         run([*installer(self.python), *options, self.stock, *requirements], timeout=3600)
         stamp.write_text(wanted)
         return self
+
+    def contents(self) -> list[str]:
+        """Return what the environment is made from: Python, the stock wheel, requirements."""
+        requirements, overrides = needs(self.release)
+        return [sys.version, str(self.stock), *requirements, *overrides]
+
+    def install_into(self, folder: Path, wheel: Path, sha256: str) -> None:
+        """Install `wheel`, without what it needs, into `folder`, unless it is there already.
+
+        In front of the import path the folder hides the vLLM of the environment.
+        """
+        stamp = folder / _STAMP
+        if stamp.is_file() and stamp.read_text() == sha256:
+            return
+        shutil.rmtree(folder, ignore_errors=True)
+        run([*installer(self.python), "--no-deps", "--target", folder, wheel], timeout=3600)
+        stamp.write_text(sha256)
 
     def install(self, wheel: Path) -> None:
         """Exchange the installed vLLM for `wheel`; nothing else changes."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import Any
 
 from scripts.environment import Environment, stage
 from scripts.proc import run
@@ -90,10 +92,15 @@ def is_of(node: str, test: str) -> bool:
     return node == test or node.startswith((f"{test}::", f"{test}["))
 
 
-def outcomes_of(log: Path) -> dict[str, Outcome]:
-    """Return what became of each test, by node id, from the file of pytest-reportlog."""
+def outcomes_of(log: Path, root: Path = ROOT) -> dict[str, Outcome]:
+    """Return the outcome of each test that pytest-reportlog wrote down as ended.
+
+    Args:
+        log: The file of pytest-reportlog; it may end early, where the interpreter did.
+        root: Places below this folder are given relative to it.
+    """
     found: dict[str, Outcome] = {}
-    for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
+    for row in _rows(log):
         if row["$report_type"] not in ("TestReport", "CollectReport"):
             continue
         calls = row.get("when") == "call"
@@ -101,19 +108,29 @@ def outcomes_of(log: Path) -> dict[str, Outcome]:
             if calls:
                 found.setdefault(row["nodeid"], Outcome("passed"))
         elif row["outcome"] == "skipped":
-            found[row["nodeid"]] = Outcome("skipped", "", str(row.get("longrepr"))[:200])
+            why = row.get("longrepr")  # [file, line, reason]; text where a test is expected to fail
+            why = why[-1] if isinstance(why, list) and why else why
+            found[row["nodeid"]] = Outcome("skipped", "", str(why)[:200])
         else:
-            place, message = _crash(row.get("longrepr"))
+            place, message = _crash(row.get("longrepr"), root)
             found[row["nodeid"]] = Outcome("failed" if calls else "error", place, message)
     return found
 
 
-def _crash(longrepr: object) -> tuple[str, str]:
+def _rows(log: Path) -> Iterator[dict[str, Any]]:
+    for line in log.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:  # the last line of a killed process
+            return
+
+
+def _crash(longrepr: object, root: Path) -> tuple[str, str]:
     if not isinstance(longrepr, dict) or not longrepr.get("reprcrash"):
         return "", str(longrepr)[-500:]
     crash = longrepr["reprcrash"]
     path = Path(crash["path"])
-    if path.is_relative_to(ROOT):
-        path = path.relative_to(ROOT)
+    if path.is_relative_to(root):
+        path = path.relative_to(root)
     lines = str(crash["message"]).splitlines()
     return f"{path}:{crash['lineno']}", lines[0] if lines else ""

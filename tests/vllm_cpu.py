@@ -1,8 +1,12 @@
 """A pytest plugin: vLLM without a GPU and without a model hub (``-p tests.vllm_cpu``).
 
+It serves our tests and, alone in a folder of the import path (``-p vllm_cpu``), upstream's own.
+
 The published wheel is built for CUDA and finds no device on a machine without a GPU. The NIXL
 connector itself is plain Python, so its tests only need vLLM to believe that it runs on its own
 CPU platform, and that before any module asks for the platform. Loading this plugin does that.
+The nccl backend is reported as missing, so that vLLM falls back to gloo as it does by itself in
+a build without it.
 
 Also for every test of the session, unless the environment already says otherwise:
 
@@ -92,6 +96,9 @@ def prepare() -> None:
             )
         for name in _MODULES:
             importlib.import_module(name)
+        distributed: Any = importlib.import_module("torch.distributed")
+        available = distributed.is_backend_available
+        distributed.is_backend_available = lambda name: name != "nccl" and available(name)
 
 
 def pytest_load_initial_conftests(early_config: pytest.Config) -> None:

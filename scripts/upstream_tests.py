@@ -1,0 +1,249 @@
+"""`nox -s upstream_tests`: upstream's own tests, stock against patched, without a GPU.
+
+    nox -s upstream_tests                        the recommended tests of the default release
+    nox -s upstream_tests -- 0.22.0              a release without a line of patches: stock alone
+    nox -s upstream_tests -- 0.20.2 -k handshake what pytest's -k selects of them
+    nox -s upstream_tests -- 0.20.2 tests/v1/kv_connector/unit   files or folders instead
+    nox -s upstream_tests -- 0.20.2 --affected   every test file that imports what we change
+    nox -s upstream_tests -- 0.20.2 --resume     go on after Ctrl-C
+
+The report goes to reports/, or below .work/ for anything but the recommended tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import signal
+import sys
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+from packaging.version import InvalidVersion, Version
+
+from scripts import upstream_report
+from scripts.apply import patched_wheel
+from scripts.environment import Environment
+from scripts.errors import CheckFailedError, UsageError
+from scripts.fixes import load_registry
+from scripts.lock import locked_release
+from scripts.project import REPORTS, project
+from scripts.series import Series, load_series
+from scripts.source import release_tree
+from scripts.terminal import entry, err, out
+from scripts.upstream_compare import Change, compare, faults, is_named, named, settle
+from scripts.upstream_report import Report
+from scripts.upstream_run import run_jobs
+from scripts.upstream_selection import LEFT_OUT, affected, batches, recommended
+from scripts.upstream_side import WORK, Job, Outcomes, Side
+
+_RECOMMENDED = "the recommended tests"
+_REPEATS = 3  # of a test that differs, alone
+_MANY = 30
+
+
+def main() -> None:
+    """Run what the command line asks for."""
+    began = time.monotonic()
+    options = _arguments()
+    release = _release(options.release)
+    registry = load_registry()
+    environment = Environment(release).make()
+    wheels = {"stock": environment.stock}
+    patched: Series | None = None
+    if release in project().releases:
+        wheels["patched"] = patched_wheel(release)
+        patched = load_series(locked_release(release).line)
+    files, selection = _selection(options, release, patched)
+    err.print(f"{release}: laying out wheels and tests for {' and '.join(wheels)} ...")
+    sides = [Side(name, wheel, environment).prepare() for name, wheel in wheels.items()]
+    names = named(registry.fixes.values(), release, patched.fix_ids if patched else ())
+    try:
+        outcomes, changes = _run(options, sides, files, names)
+    except KeyboardInterrupt:
+        err.print("[bold]Interrupted.[/] What was done is kept: the same command and --resume")
+        sys.exit(128 + signal.SIGINT)
+    whole = selection == _RECOMMENDED and not options.expression
+    found: list[str] = []
+    if patched:
+        found += faults(changes, names, whole=whole)
+    report = Report(
+        release=release,
+        selection=selection + (f", -k {options.expression!r}" if options.expression else ""),
+        left_out=LEFT_OUT if whole else {},
+        sides=tuple(sides),
+        outcomes=outcomes,
+        changes=changes,
+        names=names,
+        faults=tuple(found),
+    )
+    out.print(upstream_report.table(report))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
+    out.print(f"took {time.monotonic() - began:.0f} s; {cpu:.0f} s on all cores together")
+    for path in upstream_report.write(report, REPORTS if whole else WORK / release):
+        out.print(f"wrote {path}", markup=False)
+    for fault in found:
+        err.print(f"✗ {fault}", markup=False)
+    if found:
+        raise CheckFailedError(
+            f"{len(found)} faults",
+            expected="what passes on stock passes on patched, but for what fixes.toml names",
+            next_step=f"nox -s upstream_tests -- {release} -k NAME runs one test on both sides",
+        )
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="nox -s upstream_tests --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="?", default=project().default_release)
+    parser.add_argument("path", nargs="*", help="test files or folders of the release")
+    parser.add_argument("-k", dest="expression", default="", metavar="EXPR", help="as pytest's")
+    parser.add_argument(
+        "--affected",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="STEPS",
+        help="test files that import a file of the series by way of at most STEPS imports (1)",
+    )
+    parser.add_argument("--resume", action="store_true", help="keep what an earlier run has done")
+    return parser.parse_args()
+
+
+def _release(text: str) -> str:
+    """Return the pinned release that `text` names, whether or not it has a line of patches."""
+    try:
+        return locked_release(str(Version(text))).release
+    except InvalidVersion:
+        raise UsageError(
+            f"{text!r} is no version",
+            expected="a release first, then paths",
+            next_step="nox -s upstream_tests -- 0.20.2 tests/v1/kv_connector/unit",
+        ) from None
+
+
+def _selection(
+    options: argparse.Namespace, release: str, series: Series | None
+) -> tuple[list[str], str]:
+    """Return the test files to run, and what to call them."""
+    tree = release_tree(release)
+    if options.affected is not None:
+        if series is None or options.path:
+            raise UsageError(
+                f"{release} has no line of patches" if series is None else "paths with --affected",
+                expected="--affected alone, on a release with patches: it asks what they change",
+                next_step=f"nox -s upstream_tests -- {project().default_release} --affected",
+            )
+        err.print(f"{release}: reading what its tests import ...")
+        changed = {path for patch in series.patches for path in patch.files}
+        steps = f"{options.affected} import{'s' if options.affected != 1 else ''}"
+        return affected(tree, changed, options.affected), f"tests within {steps} of a patched file"
+    if not options.path:
+        return recommended(tree), _RECOMMENDED
+    files: list[str] = []
+    for name in options.path:
+        path = tree / name
+        tests = [path] if path.is_file() else sorted(path.rglob("test_*.py"))
+        if not tests or not path.resolve().is_relative_to((tree / "tests").resolve()):
+            raise UsageError(
+                f"vLLM {release} has no tests at {name}",
+                expected="a file or folder of its source tree",
+                next_step=f"nox -s upstream_tests -- {release} tests/v1/kv_connector/unit",
+            )
+        files += [test.relative_to(tree).as_posix() for test in tests]
+    return list(dict.fromkeys(files)), " ".join(options.path)
+
+
+def _run(
+    options: argparse.Namespace,
+    sides: Sequence[Side],
+    files: Sequence[str],
+    names: Collection[str],
+) -> tuple[dict[str, Outcomes], dict[str, Change]]:
+    """Run everything on all sides, and what differs again.
+
+    Returns:
+        The outcomes by side, and what became of each of the release's own tests.
+    """
+    if not options.resume:
+        for side in sides:
+            side.forget()
+    files = list(files)
+    if options.expression:
+        files = _matching(options.expression, sides[0], files)
+    expression = options.expression or _without_left_out(options)
+    jobs = [Job(batch, expression) for batch in batches(sides[0].folder, files)]
+    results = run_jobs(sides, jobs, resume=options.resume)
+    outcomes = {
+        side: {test: one for found in by_job.values() for test, one in found.items()}
+        for side, by_job in results.items()
+    }
+    if len(sides) == 1:
+        return outcomes, {}
+    changes = compare(outcomes["stock"], outcomes["patched"])
+    _settle(changes, sides, jobs, names, resume=options.resume)
+    return outcomes, changes
+
+
+def _without_left_out(options: argparse.Namespace) -> str:
+    """Return the expression for the recommended files; others were asked for as they are."""
+    whole = not options.path and options.affected is None
+    return f"not ({' or '.join(LEFT_OUT)})" if whole else ""
+
+
+def _matching(expression: str, side: Side, files: list[str]) -> list[str]:
+    """Return the files that have a test which `expression` selects."""
+    err.print(f"collecting -k {expression!r} ...", markup=False)
+    chosen = side.collect(Job(tuple(files), expression))
+    if not chosen:
+        raise UsageError(
+            f"no test is called {expression}",
+            expected="what pytest's -k takes, in the selected files",
+            next_step="leave -k out, or add the path of a file",
+        )
+    wanted = Job(tuple(chosen)).files
+    return [file for file in files if file in wanted]
+
+
+def _settle(
+    changes: dict[str, Change],
+    sides: Sequence[Side],
+    jobs: Sequence[Job],
+    names: Collection[str],
+    *,
+    resume: bool,
+) -> None:
+    """Run again, alone and in its job, what differs and is not named; correct `changes`."""
+    unsettled = (Change.NEWLY_FAILING, Change.NEWLY_PASSING)
+    differing = [
+        test
+        for test, change in changes.items()
+        if change in unsettled and not is_named(test, names)
+    ]
+    if not differing:
+        return
+    if len(differing) > _MANY:
+        err.print(f"{len(differing)} tests differ: too many to be flaky, none is run again")
+        return
+    err.print(f"{len(differing)} tests differ: running each again ...")
+    alone = {test: [Job((test,), run=n + 1) for n in range(_REPEATS)] for test in differing}
+    company = {
+        test: replace(next(job for job in jobs if test.partition("::")[0] in job.files), run=1)
+        for test in differing
+    }
+    again_jobs = dict.fromkeys([*(job for of in alone.values() for job in of), *company.values()])
+    again = run_jobs(sides, list(again_jobs), resume=resume)
+    for test in differing:
+        stock, patched = (
+            [again[side.name][job] for job in (*alone[test], company[test])] for side in sides
+        )
+        changes[test] = settle(changes[test], stock, patched, test)
+
+
+if __name__ == "__main__":
+    entry(main)
