@@ -11,7 +11,7 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -115,9 +115,6 @@ class Environment:
     def shadow(self, folder: Path, patches: Sequence[Patch]) -> Path:
         """Make a copy of the installed stock `vllm` with `patches` and what they need.
 
-        Files are hard links, so it takes a second and no space. Put the folder in front of the
-        import path and it hides the installed package.
-
         Args:
             folder: A folder on the file system of the environment; made anew.
             patches: Applied in order to the release's own files.
@@ -125,6 +122,18 @@ class Environment:
         texts, _ = apply_patches(patches, partial(read_source, self.release))
         changed = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
         changed.update(overlay_files(patches))
+        return self.shadow_of(folder, changed)
+
+    def shadow_of(self, folder: Path, changed: Mapping[str, bytes]) -> Path:
+        """Make a copy of the installed stock `vllm` in which the files `changed` are others.
+
+        Files are hard links, so it takes a second and no space. Put the folder in front of the
+        import path and it hides the installed package.
+
+        Args:
+            folder: A folder on the file system of the environment; made anew.
+            changed: Content by path below the site folder.
+        """
         shutil.rmtree(folder, ignore_errors=True)
         site = self.site()
         for package in ("vllm", PACKAGE):

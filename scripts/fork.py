@@ -2,6 +2,7 @@
 
     nox -s export -- 0.20.2                 dist/export-0.20.2/: mboxes and a git bundle
     nox -s export -- 0.20.2 --into DIR      branch kvfix/v0.20.2 on top of HEAD in your own clone
+    nox -s export -- 0.20.2 --prove         runs each commit's tests, and a fork's own build
     nox -s export -- 0.20.2 --fix 40449     these fixes only, and what they depend on; repeatable
 
 Each commit holds the hooks of one fix, the overlay files that it is the first to need, and its
@@ -24,6 +25,7 @@ from scripts.closure import Closure
 from scripts.errors import CheckFailedError, UsageError
 from scripts.export import patch_text, release_repository
 from scripts.fixes import Registry, load_registry
+from scripts.fork_proof import prove_export
 from scripts.git import Repository
 from scripts.lock import locked_release
 from scripts.patch import Patch
@@ -46,12 +48,28 @@ def main() -> None:
         tell(patches, registry, offsets)
         out.print(f"use it: git -C {options.into} switch {branch}", markup=False)
         return
+    if options.prove:
+        _prove(release, patches, registry)
+        return
     folder = options.out or DIST / f"export-{release}"
     written = write_export(release, patches, registry, folder)
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {folder}", style="bold", markup=False)
     tell(patches, registry, ())
     out.print(f"use it: {folder / 'README.md'} says how", markup=False)
+
+
+def _prove(release: str, patches: Sequence[Patch], registry: Registry) -> None:
+    faults = prove_export(release, patches, registry)
+    for fault in faults:
+        err.print(f"✗ {fault}", markup=False)
+    if faults:
+        raise CheckFailedError(
+            f"{len(faults)} faults",
+            expected="each commit turns its own tests; the build has the files of `apply`'s wheel",
+            next_step=f"see reports/export-{release}.json",
+        )
+    out.print(f"each of {len(patches)} commits turns its own tests, and the fork builds")
 
 
 def write_export(release: str, patches: Sequence[Patch], registry: Registry, folder: Path) -> bool:
@@ -217,6 +235,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--fix", action="append", metavar="ID", help="only these; repeatable")
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--into", type=Path, metavar="DIR", help="a clone of vLLM or of a fork")
+    target.add_argument("--prove", action="store_true", help="run each commit, and a build")
     target.add_argument("--out", type=Path, metavar="DIR", help="a folder that is not there yet")
     return parser.parse_args()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -61,18 +61,26 @@ def proofs(release: str) -> dict[tuple[str, Side], Proof]:
     }
 
 
-def record(release: str, side: Side, fixes: Iterable[Fix], outcomes: Mapping[str, Outcome]) -> None:
-    """Keep what a run on one side of `release` says of `fixes`; other entries stay."""
+def record(
+    release: str, side: Side, keys: Mapping[Fix, str], outcomes: Mapping[str, Outcome]
+) -> None:
+    """Keep what a run on one side of `release` says; what is recorded of other fixes stays.
+
+    Args:
+        release: The release.
+        side: What was installed.
+        keys: The fixes, each with the hash of what went in, taken before the run.
+        outcomes: What became of each test, by node id.
+    """
     path = FOLDER / f"{release}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for fix in fixes:
+    for fix, key in keys.items():
         own = {
             node: asdict(outcome)
             for node, outcome in outcomes.items()
             if any(is_of(node, test) for test in fix.tests)
         }
-        entry = {"inputs": inputs(fix, release, side), "outcomes": own}
-        document.setdefault(fix.id, {})[side] = entry
+        document.setdefault(fix.id, {})[side] = {"inputs": key, "outcomes": own}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1, sort_keys=True) + "\n").encode())

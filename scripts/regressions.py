@@ -33,7 +33,7 @@ from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.proofs import record
+from scripts.proofs import inputs, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.series import Series, load_series
 from scripts.terminal import entry, err, out
@@ -90,12 +90,16 @@ def main() -> None:
     wanted = options.fix or list(registry.fixes)
     faults: list[str] = []
     for release in map(supported_release, options.release):
-        proof = prove(release, [registry.fixes[fix_id] for fix_id in wanted], registry)
+        fixes = [registry.fixes[fix_id] for fix_id in wanted]
+        stock = {fix: inputs(fix, release, "stock") for fix in fixes}
+        patched = {fix: inputs(fix, release, "patched") for fix in fixes}
+        proof = prove(release, fixes, registry)
         out.print(_table(proof))
         _write_report(proof)
         for verdict in proof.verdicts:
-            record(release, "stock", [registry.fixes[verdict.fix]], verdict.stock)
-            record(release, "patched", [registry.fixes[verdict.fix]], verdict.patched)
+            fix = registry.fixes[verdict.fix]
+            record(release, "stock", {fix: stock[fix]}, verdict.stock)
+            record(release, "patched", {fix: patched[fix]}, verdict.patched)
         of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
         faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
     for fault in faults:

@@ -130,28 +130,26 @@ def prove(release: str, registry: Registry) -> None:
     """Run the tests of all fixes whose proof on `release` is missing or stale, and record them."""
     recorded, series = proofs(release), _series_of(release)
     held = series.fix_ids if series else ()
-    due: dict[Side, list[Fix]] = {
-        side: [
-            fix
-            for fix in registry.fixes.values()
-            if (side == "stock" or fix.id in held)
-            and not _is_current(recorded.get((fix.id, side)), fix, release, side)
-        ]
-        for side in ("stock", "patched")
-    }
+    due: dict[Side, dict[Fix, str]] = {"stock": {}, "patched": {}}
+    for fix in registry.fixes.values():
+        for side, keys in due.items():
+            proof = recorded.get((fix.id, side))
+            key = inputs(fix, release, side) if side == "stock" or fix.id in held else None
+            if key is not None and (proof is None or proof.inputs != key):
+                keys[fix] = key
     if not any(due.values()):
         return
     environment = Environment(release)
     kept = environment.folder.is_dir()
     try:
         environment.make()
-        for side, fixes in due.items():
-            if fixes:
-                err.print(f"{release}: {side}, the tests of {len(fixes)} fixes ...")
+        for side, keys in due.items():
+            if keys:
+                err.print(f"{release}: {side}, the tests of {len(keys)} fixes ...")
                 wheel = environment.stock if side == "stock" else patched_wheel(release)
                 environment.install(wheel)
-                paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
-                record(release, side, fixes, run_pytest(environment, paths))
+                paths = sorted({test.partition("::")[0] for fix in keys for test in fix.tests})
+                record(release, side, keys, run_pytest(environment, paths))
     finally:
         if kept:
             environment.install(environment.stock)

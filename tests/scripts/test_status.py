@@ -59,10 +59,11 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
     code = (
         "import json, sys\n"
         "from scripts.fixes import load_registry\n"
-        "from scripts.proofs import record\n"
+        "from scripts.proofs import inputs, record\n"
         "from scripts.pytest_run import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
-        "record(sys.argv[1], sys.argv[2], [load_registry().fixes['1']], nodes)\n"
+        "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
+        "record(release, side, {fix: inputs(fix, release, side)}, nodes)\n"
     )
     subprocess.run(
         [sys.executable, "-c", code, release, side, json.dumps(nodes)],

@@ -1,0 +1,164 @@
+"""`nox -s export -- RELEASE --prove`: is the branch what it says, commit by commit, and built?
+
+- At each commit the tests of its fix pass, and those of the next one still fail, so each commit
+  imports and turns its own tests. All on files out of git, in an environment with the stock wheel.
+- A fork that builds its wheel as upstream does, around the binaries of the official one, gets the
+  Python files that `nox -s apply` writes, the overlay among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from scripts.apply import patched_wheel
+from scripts.branch import branch_name, commit_fixes
+from scripts.environment import Environment
+from scripts.export import release_repository
+from scripts.fixes import Fix, Registry
+from scripts.git import Repository, identity
+from scripts.index import fetch
+from scripts.lock import locked_release
+from scripts.overlay import PACKAGE
+from scripts.patch import Patch
+from scripts.proc import run
+from scripts.project import REPORTS, ROOT, project
+from scripts.pytest_run import Outcome, is_of, run_pytest
+from scripts.source import release_tree
+from scripts.terminal import err
+from scripts.tree import apply_to_tree
+from scripts.wheel_reader import WheelReader
+from scripts.wheel_version import VERSION_MODULE
+
+# What a build writes about itself.
+_OF_THE_BUILD = {VERSION_MODULE, f"{PACKAGE}/provenance/build.py"}
+
+
+def prove_export(release: str, patches: Sequence[Patch], registry: Registry) -> list[str]:
+    """Run all that is said above, write `reports/export-<release>.json`, and return the faults."""
+    work = ROOT / ".work"
+    work.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="export-", dir=work) as folder:
+        seen = _flips(release, patches, registry, Path(folder, "commits"))
+        differing, same = _build(release, patches, registry, Path(folder, "build"))
+    faults = [fault for row in seen.values() for fault in row["faults"]]
+    faults += [f"the fork's own build: {line}" for line in differing]
+    report = {"commits": seen, "build": {"same_python_files": same, "differing": differing}}
+    path = REPORTS / f"export-{release}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return faults
+
+
+def _flips(
+    release: str, patches: Sequence[Patch], registry: Registry, folder: Path
+) -> dict[str, dict[str, list[str]]]:
+    repository = release_repository(release, folder, registry)
+    commits, _ = commit_fixes(repository, f"v{release}", patches, registry)
+    fixes = [registry.fix(patch.fix_id) for patch in patches]
+    environment = Environment(release).make()
+    environment.install(environment.stock)
+    seen: dict[str, dict[str, list[str]]] = {}
+    for number, commit in enumerate((f"v{release}", *commits)):
+        own, following = fixes[number - 1 : number], fixes[number : number + 1]
+        name = own[0].id if own else "stock"
+        err.print(f"{release}: commit {number} of {len(commits)}, {name} ...")
+        outcomes = _run(environment, repository, release, commit, [*own, *following])
+        expected = [(fix, "passed") for fix in own]
+        expected += [(fix, "failed") for fix in following if fix.affects(release)]
+        faults = [
+            f"commit of {name}: {fault}"
+            for fix, result in expected
+            for fault in _unlike(fix, outcomes, result)
+        ]
+        counts = [f"{fix.id}: {_count(fix, outcomes, result)} {result}" for fix, result in expected]
+        seen[name] = {"seen": counts, "faults": faults}
+    return seen
+
+
+def _run(
+    environment: Environment,
+    repository: Repository,
+    release: str,
+    commit: str,
+    fixes: Sequence[Fix],
+) -> dict[str, Outcome]:
+    names = repository.run("diff", "--name-only", f"v{release}", commit).splitlines()
+    changed = {
+        name: (repository.read(commit, name) or "").encode("utf-8", "surrogateescape")
+        for name in names
+    }
+    folder = ROOT / ".nox" / f"commit-{release}"
+    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
+    try:
+        return run_pytest(environment, paths, shadow=environment.shadow_of(folder, changed))
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _of(fix: Fix, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
+    return {
+        node: outcome
+        for node, outcome in outcomes.items()
+        if any(is_of(node, test) for test in fix.tests)
+    }
+
+
+def _unlike(fix: Fix, outcomes: dict[str, Outcome], result: str) -> Iterator[str]:
+    own = _of(fix, outcomes)
+    if not own:
+        yield f"no test of {fix.id} ran"
+    for node, outcome in own.items():
+        if outcome.result != result:
+            yield f"{node} {outcome.result}, expected {result} ({outcome.message})"
+
+
+def _count(fix: Fix, outcomes: dict[str, Outcome], result: str) -> int:
+    return sum(outcome.result == result for outcome in _of(fix, outcomes).values())
+
+
+def _build(
+    release: str, patches: Sequence[Patch], registry: Registry, folder: Path
+) -> tuple[list[str], int]:
+    """Build the fork, and return how its Python files differ from ours, and how many do not."""
+    err.print(f"{release}: the wheel that a fork builds around the official binaries ...")
+    shutil.copytree(release_tree(release), folder)
+    fork, branch = Repository.init(folder), branch_name(release)
+    fork.run("add", "--all", "--force")
+    who = identity(registry.author, "2026-01-01T00:00:00+00:00")
+    fork.run("commit", "--quiet", "-m", f"vLLM {release}", env=who)
+    apply_to_tree(folder, branch, release, patches, registry)
+    fork.run("switch", "--quiet", branch)
+    wheel = fetch(locked_release(release).wheel_for(platform.machine()))
+    uv = shutil.which("uv")
+    builder = [uv, "build", "--wheel", "--out-dir"] if uv else [
+        sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir",
+    ]  # fmt: skip
+    settings = {
+        "SETUPTOOLS_SCM_PRETEND_VERSION": f"{release}+kvfix.{project().version}",
+        "VLLM_PRECOMPILED_WHEEL_LOCATION": os.fspath(wheel),
+        "VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX": "1",
+        "VLLM_TARGET_DEVICE": "cuda",  # a machine without a GPU builds for its CPU else
+        "VLLM_USE_PRECOMPILED": "1",
+    }
+    run([*builder, folder.parent / "built", "."], cwd=folder, env=settings, timeout=3600)
+    (built,) = (folder.parent / "built").glob("*.whl")
+    return compare(patched_wheel(release), built)
+
+
+def compare(ours: Path, theirs: Path) -> tuple[list[str], int]:
+    """Compare the Python files of two wheels: what differs, and how many do not."""
+    with WheelReader(ours) as one, WheelReader(theirs) as other:
+        names, others = (
+            {n for n in wheel.names if n.endswith(".py")} - _OF_THE_BUILD for wheel in (one, other)
+        )
+        differing = [f"{name} is in `apply`'s wheel only" for name in sorted(names - others)]
+        differing += [f"{name} is in the fork's wheel only" for name in sorted(others - names)]
+        both = sorted(names & others)
+        unequal = [name for name in both if one.read(name) != other.read(name)]
+    return [*differing, *(f"{name} has other bytes" for name in unequal)], len(both) - len(unequal)
