@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
 from pathlib import Path
@@ -62,7 +62,7 @@ def proofs(release: str) -> dict[tuple[str, Side], Proof]:
 
 
 def record(
-    release: str, side: Side, keys: Mapping[Fix, str], outcomes: Mapping[str, Outcome]
+    release: str, side: Side, keys: Sequence[tuple[Fix, str]], outcomes: Mapping[str, Outcome]
 ) -> None:
     """Keep what a run on one side of `release` says; what is recorded of other fixes stays.
 
@@ -74,7 +74,7 @@ def record(
     """
     path = FOLDER / f"{release}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    for fix, key in keys.items():
+    for fix, key in keys:
         own = {
             node: asdict(outcome)
             for node, outcome in outcomes.items()

@@ -91,15 +91,15 @@ def main() -> None:
     faults: list[str] = []
     for release in map(supported_release, options.release):
         fixes = [registry.fixes[fix_id] for fix_id in wanted]
-        stock = {fix: inputs(fix, release, "stock") for fix in fixes}
-        patched = {fix: inputs(fix, release, "patched") for fix in fixes}
+        before = [
+            (fix, inputs(fix, release, "stock"), inputs(fix, release, "patched")) for fix in fixes
+        ]
         proof = prove(release, fixes, registry)
         out.print(_table(proof))
         _write_report(proof)
-        for verdict in proof.verdicts:
-            fix = registry.fixes[verdict.fix]
-            record(release, "stock", {fix: stock[fix]}, verdict.stock)
-            record(release, "patched", {fix: patched[fix]}, verdict.patched)
+        for (fix, stock, patched), verdict in zip(before, proof.verdicts, strict=True):
+            record(release, "stock", [(fix, stock)], verdict.stock)
+            record(release, "patched", [(fix, patched)], verdict.patched)
         of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
         faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
     for fault in faults:

@@ -130,13 +130,13 @@ def prove(release: str, registry: Registry) -> None:
     """Run the tests of all fixes whose proof on `release` is missing or stale, and record them."""
     recorded, series = proofs(release), _series_of(release)
     held = series.fix_ids if series else ()
-    due: dict[Side, dict[Fix, str]] = {"stock": {}, "patched": {}}
+    due: dict[Side, list[tuple[Fix, str]]] = {"stock": [], "patched": []}
     for fix in registry.fixes.values():
         for side, keys in due.items():
             proof = recorded.get((fix.id, side))
             key = inputs(fix, release, side) if side == "stock" or fix.id in held else None
             if key is not None and (proof is None or proof.inputs != key):
-                keys[fix] = key
+                keys.append((fix, key))
     if not any(due.values()):
         return
     environment = Environment(release)
@@ -148,7 +148,7 @@ def prove(release: str, registry: Registry) -> None:
                 err.print(f"{release}: {side}, the tests of {len(keys)} fixes ...")
                 wheel = environment.stock if side == "stock" else patched_wheel(release)
                 environment.install(wheel)
-                paths = sorted({test.partition("::")[0] for fix in keys for test in fix.tests})
+                paths = sorted({test.partition("::")[0] for fix, _ in keys for test in fix.tests})
                 record(release, side, keys, run_pytest(environment, paths))
     finally:
         if kept:

@@ -63,7 +63,7 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
         "from scripts.pytest_run import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
         "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
-        "record(release, side, {fix: inputs(fix, release, side)}, nodes)\n"
+        "record(release, side, [(fix, inputs(fix, release, side))], nodes)\n"
     )
     subprocess.run(
         [sys.executable, "-c", code, release, side, json.dumps(nodes)],
