@@ -30,7 +30,7 @@ def main() -> None:
     release = project().default_release
     reports: dict[str, ApplyReport | WorkerReport] = {
         "apply": measure_apply(release, turns),
-        "worker": measure_worker(release, turns * 3),  # a turn takes seconds, not a minute
+        "worker": measure_worker(release, turns),
     }
     table = Table("measured", "median", title=f"vLLM {release}")
     for report in reports.values():

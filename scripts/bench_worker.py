@@ -1,8 +1,10 @@
 """The second half of `nox -s bench`: what the patched worker costs where nothing fails.
 
 Two processes, one on the stock files and one with the whole series, answer in turns how long a
-call takes; the figure is the median of the ratios of each turn. Beside it, what the overlay adds
-to the start of vLLM: the import time of every module that the stock one does not load.
+call takes; the figure is the median of the ratios of each turn. A process is some per cent faster
+or slower than another of the same code as long as it lives (by where its memory lies), so there
+are several pairs of them. Beside it, what the overlay adds to the start of vLLM: the import time
+of every module that the stock one does not load.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import re
 import statistics
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,7 +23,9 @@ from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import ROOT
 from scripts.series import load_series
+from scripts.terminal import err
 
+_PAIRS = 5
 _CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]
 _WORKER = "vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker"
 _IMPORT = re.compile(r"import time:\s+(?P<own>\d+) \|\s+\d+ \|\s+(?P<module>\S+)")
@@ -32,6 +36,7 @@ class WorkerReport:
     """What the patched worker costs.
 
     Attributes:
+        turns: how often each call was measured, in all pairs of processes together.
         patched_over_stock: by call and number of requests, the median ratio of times.
         stock_microseconds: by the same, what a call takes on stock, so that ratios have a scale.
         import_milliseconds: what the modules cost at start that stock does not load.
@@ -58,25 +63,32 @@ class WorkerReport:
 
 
 def measure_worker(release: str, turns: int) -> WorkerReport:
-    """Measure stock and patched in turns, in the environment of `release`."""
+    """Measure stock and patched in turns, in the environment of `release`.
+
+    Args:
+        release: of vLLM.
+        turns: of each pair of processes.
+    """
     environment = Environment(release).make()
     environment.install(environment.stock)
     patches = load_series(locked_release(release).line).patches
     shadow = environment.shadow(ROOT / ".nox" / f"bench-{release}", patches)
     times: dict[str, list[tuple[float, float]]] = {call: [] for call in _CALLS}
-    with ExitStack() as stack:
-        stock = stack.enter_context(_process(environment, None))
-        patched = stack.enter_context(_process(environment, shadow))
-        for call in _CALLS:  # warms both
-            _ask(stock, call), _ask(patched, call)
-        for turn in range(turns):
-            for call in _CALLS:
-                first, second = (stock, patched) if turn % 2 else (patched, stock)
-                answers = {id(first): _ask(first, call), id(second): _ask(second, call)}
-                times[call].append((answers[id(patched)], answers[id(stock)]))
+    for pair in range(_PAIRS):
+        err.print(f"measuring the worker: pair {pair + 1} of {_PAIRS} ...")
+        with _process(environment, None) as stock, _process(environment, shadow) as patched:
+            _await_ready(stock)
+            _await_ready(patched)
+            for call in _CALLS:  # warms both
+                _ask(stock, call), _ask(patched, call)
+            for turn in range(turns):
+                for call in _CALLS:
+                    first, second = (stock, patched) if turn % 2 else (patched, stock)
+                    answers = {id(first): _ask(first, call), id(second): _ask(second, call)}
+                    times[call].append((answers[id(patched)], answers[id(stock)]))
     return WorkerReport(
         release=release,
-        turns=turns,
+        turns=turns * _PAIRS,
         patched_over_stock={
             call: round(statistics.median(p / s for p, s in pairs), 3)
             for call, pairs in times.items()
@@ -100,12 +112,15 @@ def _process(environment: Environment, shadow: Path | None) -> Iterator[subproce
         text=True,
     )
     try:
-        while _line(process) != "ready":
-            pass  # vLLM logs to the same stream
         yield process
     finally:
         process.kill()
         process.communicate()
+
+
+def _await_ready(process: subprocess.Popen[str]) -> None:
+    while _line(process) != "ready":
+        pass  # vLLM logs to the same stream
 
 
 def _line(process: subprocess.Popen[str]) -> str:

@@ -11,6 +11,7 @@ asks them in turns. Calls:
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import statistics
 import sys
@@ -34,14 +35,25 @@ _SECONDS = 0.1  # measured for each question
 
 
 class _InstantNixl(ScriptedNixl):
-    """Answers the calls of the hot path with constants, so that the worker's own time counts."""
+    """Answers the calls of the hot path at once, so that the worker's own time counts.
+
+    Attributes:
+        state_of_all: what every read is in.
+        posted: how many reads were posted.
+    """
 
     state_of_all = "PROC"
+    posted = 0
+
+    def __init__(self) -> None:
+        super().__init__("bench")
+        self._numbers = itertools.count(1)
 
     def make_prepped_xfer(self, *_: object, **__: object) -> int:
-        return 1
+        return next(self._numbers)
 
     def transfer(self, handle: int) -> str:
+        self.posted += 1
         return "PROC"
 
     def check_xfer_state(self, handle: int) -> str:
@@ -57,7 +69,7 @@ class _InstantNixl(ScriptedNixl):
 def _worker() -> tuple[NixlConnectorWorker, _InstantNixl]:
     worker = make_worker()
     connect(worker, "P")
-    nixl = _InstantNixl("bench")
+    nixl = _InstantNixl()
     worker.nixl_wrapper = nixl
     return worker, nixl
 
@@ -81,9 +93,10 @@ def _requests(count: int) -> NixlConnectorMetadata:
 
 
 def _get_finished(count: int) -> Callable[[], int]:
-    worker, _ = _worker()
+    worker, nixl = _worker()
     for number in range(count):
         receive(worker, f"d{number}")
+    _expect(nixl.posted == count)
 
     def measure() -> int:
         start = time.perf_counter_ns()
@@ -102,11 +115,18 @@ def _start_load_kv(count: int) -> Callable[[], int]:
         worker.start_load_kv(metadata)
         spent = time.perf_counter_ns() - start
         nixl.state_of_all = "DONE"
-        worker.get_finished()
+        _, received = worker.get_finished()
         nixl.state_of_all = "PROC"
+        _expect(len(received) == count and nixl.posted == count)
+        nixl.posted = 0
         return spent
 
     return measure
+
+
+def _expect(as_asked: bool) -> None:
+    if not as_asked:
+        raise RuntimeError("what was measured is not what was asked for")
 
 
 def main() -> None:

@@ -194,7 +194,7 @@ def apply_prefix_caching(
     local_block_ids: BlockIds,
     remote_block_ids: BlockIds,
     remote_physical_per_logical: int,
-) -> tuple[list[list[int]], list[list[int]]]:
+) -> tuple[BlockIds, BlockIds]:
     """Cut kernel block ids so that the n-th local block takes the n-th remote block.
 
     With one ratio on both sides the lists end with the same block of the prompt, and a prefix
@@ -208,17 +208,20 @@ def apply_prefix_caching(
     Raises:
         ValueError: the lists cannot belong to the same prompt.
     """
-    local, remote = list(local_block_ids), list(remote_block_ids)
-    for i, theirs in enumerate(remote):
-        if len(theirs) != len(local[i]):
-            local[i], remote[i] = _cut(worker, i, local[i], theirs, remote_physical_per_logical)
-    return local, remote
+    # Most receives: one group, no prefix hit.
+    if len(local_block_ids) == 1 and len(local_block_ids[0]) == len(remote_block_ids[0]):
+        return local_block_ids, remote_block_ids
+    groups = enumerate(zip(local_block_ids, remote_block_ids, strict=True))
+    cut = [_cut(worker, i, *lists, remote_physical_per_logical) for i, lists in groups]
+    return [ours for ours, _ in cut], [theirs for _, theirs in cut]
 
 
 def _cut(
     worker: NixlConnectorWorker, group: int, ours: list[int], theirs: list[int], ratio: int
 ) -> tuple[list[int], list[int]]:
-    """Cut the lists of one group, which differ in length; see `apply_prefix_caching`."""
+    """Cut the lists of one group; see `apply_prefix_caching`."""
+    if len(ours) == len(theirs):
+        return ours, theirs
     own = worker._physical_blocks_per_logical_kv_block
     surplus = len(theirs) - len(ours)
     if isinstance(worker.kv_cache_config.kv_cache_groups[group].kv_cache_spec, MambaSpec):

@@ -37,7 +37,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Iterable, Set
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.logger import init_logger
 
@@ -87,20 +87,29 @@ class Receives:
     # From start_load_kv.
 
     def start(self, req_id: ReqId, meta: ReqMeta) -> None:
-        """Post the reads of a request whose peer is connected."""
+        """Post the reads of a receive whose peer is connected.
+
+        Nearly every receive begins here, so this is one call for all there is to do.
+        """
+        if meta.local_block_ids:
+            self._worker._recving_metadata[req_id] = meta
         try:
             self._worker._read_blocks_for_req(req_id, meta)
         except Exception as error:
-            # Not NIXL's refusal of a read, which `_read_blocks` handles, but what P said about
-            # itself or this request making no sense here.
-            self._worker._log_failure(
-                failure_type="transfer_setup_failed",
-                req_id=req_id,
-                msg="Marking blocks as invalid",
-                error=error,
-                meta=meta,
-            )
-            self._fail_before_reading(req_id, meta)
+            self._not_posted(req_id, meta, error)
+
+    def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
+        """Fail a receive whose reads are not all posted."""
+        # Not NIXL's refusal of a read, which `_read_blocks` handles, but what P said about
+        # itself or this request making no sense here.
+        self._worker._log_failure(
+            failure_type="transfer_setup_failed",
+            req_id=req_id,
+            msg="Marking blocks as invalid",
+            error=error,
+            meta=meta,
+        )
+        self._fail_unpolled(req_id, meta)
 
     # From the handshake thread.
 
@@ -129,12 +138,14 @@ class Receives:
         """Fail the receives whose handshake has failed since the last call."""
         # One consumer: what is not empty now can be taken.
         while not self._failed_handshakes.empty():
-            self._fail_before_reading(*self._failed_handshakes.get_nowait())
+            self._fail_unpolled(*self._failed_handshakes.get_nowait())
 
-    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
-        """Fail a receive as a whole, not by one of its reads."""
+    def _fail_unpolled(
+        self, req_id: ReqId, meta: ReqMeta, handle: TransferHandle | None = None
+    ) -> None:
+        """Fail a receive over something else than a read in flight."""
         # Upstream annotates the handle as never None, as long as only reads can fail.
-        self._worker._handle_failed_transfer(req_id, None)  # type: ignore[arg-type, unused-ignore]
+        self._worker._handle_failed_transfer(req_id, handle)  # type: ignore[arg-type, unused-ignore]
 
     def _invalidate(self, blocks: Iterable[int]) -> None:
         """Keep invalid blocks for the scheduler: a set up to 0.21.0, since then a queue of sets."""
@@ -194,15 +205,34 @@ class Receives:
         )
 
 
+class _ReadRefusedError(Exception):
+    """NIXL refused a read; `handle` is its handle, if it got as far as to have one."""
+
+    def __init__(self, handle: TransferHandle | None) -> None:
+        super().__init__()
+        self.handle = handle
+
+
 class ReceivesWithReads(Receives):
     """K01: a failed receive is reported once, and only after its last read in flight has ended.
 
     Until then NIXL may write into its blocks, and the scheduler must not hand them on.
     """
 
-    def stopped(self, req_id: ReqId, rank: int) -> bool:
-        """Whether the read from P's `rank`, about to be posted, is not worth it any more."""
-        return req_id in self._failed
+    def read_refused(self, handle: TransferHandle | None) -> NoReturn:
+        """Give up posting reads of this receive, because NIXL refused one of them.
+
+        Raises:
+            _ReadRefusedError: Always. It ends the posting of reads, in `start`, so that no read
+                has to ask first whether it is still worth it.
+        """
+        raise _ReadRefusedError(handle)
+
+    def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
+        if isinstance(error, _ReadRefusedError):  # logged already
+            self._fail_unpolled(req_id, meta, error.handle)
+        else:
+            super()._not_posted(req_id, meta, error)
 
     def _is_over(self, req_id: ReqId, failed: FailedReceive) -> bool:
         return req_id not in self._worker._recving_transfers
@@ -222,14 +252,16 @@ class AwaitedReceives(ReceivesOfGroups):
     request by now. A receive that is awaited has a list for each group.
     """
 
-    def asked_for(self, req_id: ReqId, meta: ReqMeta) -> None:
-        """Keep what is needed until the receive is reported, if it is going to be."""
+    def wait_for_handshake(self, req_id: ReqId, meta: ReqMeta) -> None:
+        """Remember a receive that cannot `start` yet, if it is going to be reported."""
         if meta.local_block_ids:
             self._worker._recving_metadata[req_id] = meta
 
-    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
+    def _fail_unpolled(
+        self, req_id: ReqId, meta: ReqMeta, handle: TransferHandle | None = None
+    ) -> None:
         if meta.local_block_ids:
-            super()._fail_before_reading(req_id, meta)
+            super()._fail_unpolled(req_id, meta, handle)
         else:
             self._worker.xfer_stats.record_failed_notification()
 
@@ -332,26 +364,16 @@ class ToldReceives(GuardedReceives):
         self._rank_read.pop(handle, None)
         super().read_done(req_id, handle)
 
-    def read_refused(self, req_id: ReqId, handle: TransferHandle | None, rank: int) -> None:
-        """Fail a receive because the read from P's `rank` could not be posted."""
-        self._worker._handle_failed_transfer(req_id, handle)  # type: ignore[arg-type, unused-ignore]
-        self._leave_unread(req_id, {rank})
-
-    def stopped(self, req_id: ReqId, rank: int) -> bool:
-        """Whether the read from P's `rank`, about to be posted, is not worth it any more."""
-        stopped = super().stopped(req_id, rank)
-        if stopped:
-            self._leave_unread(req_id, {rank})
-        return stopped
-
     def fail(self, req_id: ReqId, handle: TransferHandle | None) -> None:
         """Record that a receive fails; `handle` is the read that failed, if one was made."""
         super().fail(req_id, handle)
         if handle in self._rank_read:
             self._leave_unread(req_id, {self._rank_read.pop(handle)})
 
-    def _fail_before_reading(self, req_id: ReqId, meta: ReqMeta) -> None:
-        super()._fail_before_reading(req_id, meta)
+    def _fail_unpolled(
+        self, req_id: ReqId, meta: ReqMeta, handle: TransferHandle | None = None
+    ) -> None:
+        super()._fail_unpolled(req_id, meta, handle)
         if meta.local_block_ids:
             # Every rank that this worker shook hands with, but those whose read was posted.
             reading = {self._rank_read.get(handle) for handle in self._reads_in_flight(req_id)}

@@ -7,6 +7,7 @@ same machine has to notice.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
@@ -32,6 +33,7 @@ from tests.nixl_worker import (
 )
 from tests.receive_machine import explore
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
+    AwaitedReceives,
     FailedReceive,
     Receives,
     ToldReceives,
@@ -63,8 +65,10 @@ class ReportsAtOnce(ToldReceives):
 
 
 class KeepsReading(ToldReceives):
-    def stopped(self, req_id: str, rank: int) -> bool:
-        return False
+    def _not_posted(self, req_id: str, meta: Any, error: Exception) -> None:  # noqa: ANN401
+        super()._not_posted(req_id, meta, error)
+        with contextlib.suppress(Exception):
+            self._worker._read_blocks_for_req(req_id, meta)
 
 
 class ReportsForever(ToldReceives):
@@ -94,19 +98,20 @@ class ProcessesWhatFailed(ToldReceives):
 
 
 class AwaitsTheEmpty(ToldReceives):
-    def _fail_before_reading(self, req_id: str, meta: Any) -> None:  # noqa: ANN401
+    def _fail_unpolled(self, req_id: str, meta: Any, handle: Any = None) -> None:  # noqa: ANN401
         self._worker._recving_metadata[req_id] = meta
-        Receives._fail_before_reading(self, req_id, meta)
+        Receives._fail_unpolled(self, req_id, meta, handle)
 
 
 class RemembersTheEmpty(ToldReceives):
-    def asked_for(self, req_id: str, meta: Any) -> None:  # noqa: ANN401
+    def start(self, req_id: str, meta: Any) -> None:  # noqa: ANN401
         self._worker._recving_metadata[req_id] = meta
+        super().start(req_id, meta)
 
 
 class FailsOnTheHandshakeThread(ToldReceives):
     def handshake_failed(self, req_id: str, meta: Any, error: Exception) -> None:  # noqa: ANN401
-        self._fail_before_reading(req_id, meta)
+        self._fail_unpolled(req_id, meta)
 
 
 class TellsEveryRank(ToldReceives):
@@ -122,8 +127,8 @@ class TellsNobody(ToldReceives):
 
 
 class TellsOnlyWhereAReadFailed(ToldReceives):
-    def stopped(self, req_id: str, rank: int) -> bool:
-        return req_id in self._failed
+    def _fail_unpolled(self, req_id: str, meta: Any, handle: Any = None) -> None:  # noqa: ANN401
+        AwaitedReceives._fail_unpolled(self, req_id, meta, handle)
 
 
 class RaisesOnRelease(ToldReceives):
@@ -184,14 +189,22 @@ def break_off(engine_id: str, tp_size: int) -> dict[int, str]:
 @pytest.mark.parametrize("groups", [("full",), ("full", "sliding")])
 def test_a_receive_without_blocks_leaves_nothing_behind(groups: Any) -> None:  # noqa: ANN401
     worker = make_worker(groups=groups)
-    script_handshake(worker, break_off)
-    receive(worker, "a", local_blocks=[], remote_blocks=[[5] for _ in groups], engine_id="Q")
     connect(worker, "P")
-    receive(worker, "b", local_blocks=[], remote_blocks=[[5] for _ in groups], engine_id="P")
+
+    def handshake(engine_id: str, tp_size: int) -> dict[int, str]:
+        if engine_id == "Q":
+            raise RuntimeError("timed out")
+        return register_peer(worker, engine_id, tp_size)
+
+    script_handshake(worker, handshake)
+    for req_id, engine_id in ("a", "P"), ("b", "Q"), ("c", "R"):
+        remote = [[5] for _ in groups]
+        receive(worker, req_id, local_blocks=[], remote_blocks=remote, engine_id=engine_id)
     await_handshakes(worker)
     assert lives(step, worker) == (set(), set())
     assert worker._recving_metadata == {}
     assert nixl_of(worker).heard[agent_name("P", 0)] == [b"req-p:1"]
+    assert nixl_of(worker).heard[agent_name("R", 0)] == [b"req-p:1"]
     # What could not be told is counted.
     assert worker.xfer_stats.data["num_failed_notifications"] == [1]
 
