@@ -32,6 +32,7 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm.config import (
@@ -55,6 +56,7 @@ from vllm.v1.engine import (
 )
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
+from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
 MODEL = "tiny"
@@ -214,10 +216,13 @@ class ScriptedCore:
         kv_transfer_params: dict[str, Any] | None = None,
     ) -> None:
         """Answer a request with `tokens`, or with as many as it asked for."""
-        assert request.sampling_params is not None
+        sampling = request.sampling_params
+        assert sampling is not None
+        tokens = tokens or [_VOCABULARY.index("a")] * (sampling.max_tokens or 1)
         output = EngineCoreOutput(
             request.request_id,
-            tokens or [_VOCABULARY.index("a")] * (request.sampling_params.max_tokens or 1),
+            tokens,
+            new_logprobs=_logprobs(tokens, sampling.logprobs) if sampling.logprobs else None,
             finish_reason=FinishReason.LENGTH,
             kv_transfer_params=kv_transfer_params,
         )
@@ -249,6 +254,12 @@ class ScriptedCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         pass
+
+
+def _logprobs(tokens: list[int], count: int) -> LogprobsLists:
+    """Each of `tokens`, and as many likely ones as were asked for, all equally likely."""
+    ids = np.array([[token, *range(2, count + 2)] for token in tokens])
+    return LogprobsLists(ids, np.full(ids.shape, -1.0), np.ones(len(tokens), int))
 
 
 def _is_rejection(request: EngineCoreRequest) -> bool:

@@ -45,6 +45,21 @@ def test_the_token_level_endpoint(stream: bool) -> None:
     assert_told_once(GENERATE, stream=stream, model="no-such-model")
 
 
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_a_beam_search_which_reads_nothing(endpoint: str) -> None:
+    """Its beams are requests that vLLM makes itself, without the client's transfer parameters."""
+
+    async def test() -> None:
+        async with serving() as server:
+            answer = await server.post(endpoint, body(endpoint, use_beam_search=True, n=2))
+            assert answer.status == 200, answer
+            assert len(server.core.admitted) == 3  # the prompt, and two beams for the next token
+            assert server.core.readers == []
+            assert server.core.told == [REMOTE]
+
+    asyncio.run(test())
+
+
 def test_a_rank_that_does_not_exist() -> None:
     async def test() -> None:
         for stream in (False, True):

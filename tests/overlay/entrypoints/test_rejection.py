@@ -508,19 +508,6 @@ def test_two_rejections_under_one_name_are_two(play: Play) -> None:
 # ---------------------------------------------------------------- other ways through the server
 
 
-def test_beam_search_computes_itself_and_frees_the_prefill(
-    play: Play,
-) -> None:
-    """Beams are requests of their own, without transfer parameters."""
-
-    async def test(server: Server) -> None:
-        await server.post(COMPLETIONS, body(COMPLETIONS, use_beam_search=True, n=2))
-        assert len(server.core.admitted) >= 1
-        assert server.core.told == [REMOTE]
-
-    play(test)
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("works", [True, False], ids=["served", "rejected"])
 def test_a_response_in_the_background(
