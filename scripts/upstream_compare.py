@@ -144,6 +144,18 @@ def is_named(test: str, names: Collection[str]) -> bool:
     return any(is_of(test, name) for name in names)
 
 
+def unproven(files: Iterable[str], stock: Outcomes) -> Iterator[str]:
+    """Yield the recommended files that say nothing: none of their tests passes on stock.
+
+    Where an environment lacks what they need, they fail on both sides, which is no difference.
+    """
+    for file in files:
+        own = [outcome for test, outcome in stock.items() if is_of(test, file)]
+        if not any(outcome.result == "passed" for outcome in own):
+            why = f": {said(own[0])}" if own else ""
+            yield f"no test of {file} passes on stock{why}"
+
+
 def faults(changes: Mapping[str, Change], names: Collection[str], *, whole: bool) -> Iterator[str]:
     """Yield what must not be.
 

@@ -32,7 +32,7 @@ from scripts.project import REPORTS, project
 from scripts.series import Series, load_series
 from scripts.source import release_tree
 from scripts.terminal import entry, err, out
-from scripts.upstream_compare import Change, compare, faults, is_named, named, settle
+from scripts.upstream_compare import Change, compare, faults, is_named, named, settle, unproven
 from scripts.upstream_report import Report
 from scripts.upstream_run import run_jobs
 from scripts.upstream_selection import LEFT_OUT, affected, batches, recommended
@@ -56,6 +56,12 @@ def main() -> None:
         wheels["patched"] = patched_wheel(release)
         patched = load_series(locked_release(release).line)
     files, selection = _selection(options, release, patched)
+    if not files:
+        raise UsageError(
+            f"vLLM {release} has no tests for that: {selection}",
+            expected="at least one test file",
+            next_step=f"nox -s upstream_tests -- {release} tests/v1/kv_connector/unit",
+        )
     err.print(f"{release}: laying out wheels and tests for {' and '.join(wheels)} ...")
     sides = [Side(name, wheel, environment).prepare() for name, wheel in wheels.items()]
     names = named(registry.fixes.values(), release, patched.fix_ids if patched else ())
@@ -65,7 +71,7 @@ def main() -> None:
         err.print("[bold]Interrupted.[/] What was done is kept: the same command and --resume")
         sys.exit(128 + signal.SIGINT)
     whole = selection == _RECOMMENDED and not options.expression
-    found: list[str] = []
+    found = list(unproven(files, outcomes["stock"])) if whole else []
     if patched:
         found += faults(changes, names, whole=whole)
     report = Report(

@@ -92,6 +92,15 @@ def test_a_named_test_that_does_not_fail_is_a_fault(tmp_path: Path) -> None:
     assert "test_named is named in fixes.toml and did not run" in fault
 
 
+def test_a_file_that_fails_everywhere_proves_nothing(tmp_path: Path) -> None:
+    tree(tmp_path, config="import no_such_package\n")
+    result = run(tmp_path, "0.22.0")
+    assert result.returncode == 30, result.stderr
+    (fault,) = report(tmp_path, release="0.22.0")["faults"]
+    assert f"no test of {CONFIG} passes on stock: " in fault
+    assert "No module named 'no_such_package'" in fault
+
+
 def test_a_difference_counts_when_it_is_seen_again(tmp_path: Path) -> None:
     tree(tmp_path, flaky=upstream_toys.FLAKY)
     result = run(tmp_path, "0.20.2", UNIT)
@@ -177,6 +186,7 @@ def _alive(folder: Path) -> list[str]:
         (["x.y"], "'x.y' is no version"),
         (["9.9.9", UNIT], "9.9.9 is not in patches/upstream.lock"),
         (["0.22.0", "--affected"], "0.22.0 has no line of patches"),
+        (["0.20.2", "--affected"], "0.20.2 has no tests for that: tests within 1 import"),
         (["0.20.2", "tests/nothing"], "no tests at tests/nothing"),
         (["0.20.2", "../tree"], "no tests at ../tree"),
         (["0.20.2", "-k", "no_such_test"], "no test is called no_such_test"),
