@@ -26,6 +26,7 @@ class Report:
     Attributes:
         release: The vLLM release whose tests ran.
         selection: Which of them, in words.
+        whole: Whether these are all the recommended ones.
         left_out: Tests of the selected files that were not run, and why.
         sides: Stock, and patched where the release has a line of patches.
         outcomes: By side and test id; forward tests among them.
@@ -37,6 +38,7 @@ class Report:
 
     release: str
     selection: str
+    whole: bool
     left_out: Mapping[str, str]
     sides: tuple[Side, ...]
     outcomes: Mapping[str, Outcomes]

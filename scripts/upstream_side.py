@@ -9,6 +9,7 @@ own cache of vLLM's, each process its own side-channel port and folder for tempo
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
@@ -18,15 +19,15 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from scripts.atomic import replacing
 from scripts.digest import sha256
 from scripts.environment import Environment
-from scripts.errors import CheckFailedError
+from scripts.errors import CheckFailedError, UsageError
 from scripts.model_cache import write_models
 from scripts.proc import run
 from scripts.project import ROOT
@@ -61,6 +62,30 @@ class Job:
     def files(self) -> tuple[str, ...]:
         """The test files, relative to the side's folder."""
         return tuple(dict.fromkeys(test.partition("::")[0] for test in self.tests))
+
+
+@contextmanager
+def alone(release: str) -> Iterator[None]:
+    """Keep every other run on `release` out while the block runs; a run lays out its tests anew.
+
+    Raises:
+        UsageError: There is one. The lock goes with its process, whatever ends that.
+    """
+    folder = WORK / release
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"another nox -s upstream_tests runs on {release}",
+                expected="one at a time for a release",
+                next_step="wait for it, or stop it: what it has done is kept for --resume",
+            ) from None
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class Side:

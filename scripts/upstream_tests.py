@@ -36,7 +36,7 @@ from scripts.upstream_compare import Change, compare, faults, is_named, named, s
 from scripts.upstream_report import Report
 from scripts.upstream_run import run_jobs
 from scripts.upstream_selection import LEFT_OUT, affected, batches, recommended
-from scripts.upstream_side import WORK, Job, Outcomes, Side
+from scripts.upstream_side import WORK, Job, Outcomes, Side, alone
 
 _RECOMMENDED = "the recommended tests"
 _REPEATS = 3  # of a test that differs, alone
@@ -48,6 +48,26 @@ def main() -> None:
     began = time.monotonic()
     options = _arguments()
     release = _release(options.release)
+    with alone(release):
+        report = _report(options, release)
+    out.print(upstream_report.table(report))
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = used.ru_utime + used.ru_stime
+    out.print(f"took {time.monotonic() - began:.0f} s; {cpu:.0f} s on all cores together")
+    for path in upstream_report.write(report, REPORTS if report.whole else WORK / release):
+        out.print(f"wrote {path}", markup=False)
+    for fault in report.faults:
+        err.print(f"✗ {fault}", markup=False)
+    if report.faults:
+        raise CheckFailedError(
+            f"{len(report.faults)} faults",
+            expected="what passes on stock passes on patched, but for what fixes.toml names",
+            next_step=f"nox -s upstream_tests -- {release} -k NAME runs one test on both sides",
+        )
+
+
+def _report(options: argparse.Namespace, release: str) -> Report:
+    """Lay out both sides, run what was asked for, and say what came of it."""
     registry = load_registry()
     environment = Environment(release).make()
     wheels = {"stock": environment.stock}
@@ -74,9 +94,10 @@ def main() -> None:
     found = list(unproven(files, outcomes["stock"])) if whole else []
     if patched:
         found += faults(changes, names, whole=whole)
-    report = Report(
+    return Report(
         release=release,
         selection=selection + (f", -k {options.expression!r}" if options.expression else ""),
+        whole=whole,
         left_out=LEFT_OUT if whole else {},
         sides=tuple(sides),
         outcomes=outcomes,
@@ -84,20 +105,6 @@ def main() -> None:
         names=names,
         faults=tuple(found),
     )
-    out.print(upstream_report.table(report))
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    cpu = used.ru_utime + used.ru_stime
-    out.print(f"took {time.monotonic() - began:.0f} s; {cpu:.0f} s on all cores together")
-    for path in upstream_report.write(report, REPORTS if whole else WORK / release):
-        out.print(f"wrote {path}", markup=False)
-    for fault in found:
-        err.print(f"✗ {fault}", markup=False)
-    if found:
-        raise CheckFailedError(
-            f"{len(found)} faults",
-            expected="what passes on stock passes on patched, but for what fixes.toml names",
-            next_step=f"nox -s upstream_tests -- {release} -k NAME runs one test on both sides",
-        )
 
 
 def _arguments() -> argparse.Namespace:

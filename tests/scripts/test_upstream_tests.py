@@ -23,9 +23,14 @@ def command(folder: Path, *arguments: str) -> list[str]:
     return [sys.executable, "-m", "tests.scripts.upstream_toys", str(folder), *arguments]
 
 
-def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(folder: Path, *arguments: str, limit: str = "3") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(folder, *arguments), cwd=ROOT, capture_output=True, text=True, timeout=280
+        command(folder, *arguments),
+        cwd=ROOT,
+        env={**os.environ, "TOY_LIMIT": limit},
+        capture_output=True,
+        text=True,
+        timeout=280,
     )
 
 
@@ -142,6 +147,7 @@ def test_what_was_done_survives_an_interrupt(tmp_path: Path) -> None:
     with subprocess.Popen(
         command(tmp_path, "0.22.0", UNIT),
         cwd=ROOT,
+        env={**os.environ, "TOY_LIMIT": "250"},
         stderr=subprocess.PIPE,
         text=True,
     ) as process:
@@ -151,6 +157,9 @@ def test_what_was_done_survives_an_interrupt(tmp_path: Path) -> None:
             line = process.stderr.readline()
             assert line, said
             said += line
+        second = run(tmp_path, "0.22.0", UNIT)
+        assert second.returncode == 2, second.stderr
+        assert "another nox -s upstream_tests runs on 0.22.0" in second.stderr
         process.send_signal(signal.SIGINT)
         began = time.monotonic()
         said += process.stderr.read()
@@ -159,7 +168,7 @@ def test_what_was_done_survives_an_interrupt(tmp_path: Path) -> None:
     assert "--resume" in said
     assert not _alive(tmp_path)
     tree(tmp_path, slow="def test_slow():\n    pass\n")
-    result = run(tmp_path, "0.22.0", UNIT, "--resume")
+    result = run(tmp_path, "0.22.0", UNIT, "--resume", limit="250")
     assert result.returncode == 0, result.stderr
     assert "1 jobs were done before" in result.stderr
     assert "test_quick" not in result.stderr

@@ -7,6 +7,7 @@ torch, which the wheels bring as a small module of the same name. Limits are a f
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -181,7 +182,7 @@ if __name__ == "__main__":
     FOLDER = Path(sys.argv.pop(1))
     of_side = {
         "WORK": FOLDER / "work",
-        "LIMIT": 3.0,
+        "LIMIT": float(os.environ.get("TOY_LIMIT", "3")),
         "_GRACE": 4.0,
         "release_tree": lambda _: FOLDER / "tree",
     }
