@@ -43,6 +43,9 @@ def for_any_groups(update: Update) -> Update:
     ) -> Affected:
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if len(specs) > 1 or not isinstance(specs[0], FullAttentionSpec):
+            # The null block pads the lists of every request and holds no tokens.
+            null = self.kv_cache_manager.block_pool.null_block.block_id
+            invalid_block_ids = invalid_block_ids - {null}
             requests = [r for r in requests if _holds(self, r, invalid_block_ids)]
             if not evict_blocks:
                 return _start_again(requests)

@@ -84,3 +84,16 @@ def test_loading_while_running_into_several_groups_stays_unsupported() -> None:
     assert update([request], {63}, {}) == (set(), 0, set())
     with pytest.raises(ValueError, match="unpack"):
         update([request], engine.blocks_of("a"), {})
+
+
+def test_the_null_block_which_all_requests_share_is_no_loss_to_anybody() -> None:
+    engine = DecodeEngine(groups=("full", "sliding"))
+    connect(engine.worker, "P")
+    engine.ask("a", range(80), [[1, 2, 3, 4, 5] for _ in engine.groups])
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    null = engine.scheduler.kv_cache_manager.block_pool.null_block.block_id
+    assert null in engine.scheduler.kv_cache_manager.get_block_ids("a")[1]  # before the window
+    update = engine.scheduler._update_requests_with_invalid_blocks
+    assert update([request], {null}, {}, evict_blocks=False) == (set(), 0, set())
+    assert request.num_computed_tokens == 80
