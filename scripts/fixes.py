@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from scripts.errors import RegistryError
 from scripts.project import PATCHES, read_toml
@@ -50,6 +51,62 @@ class Spared:
 
 
 @dataclass(frozen=True)
+class LaterTest:
+    """A test that upstream wrote about the defect, later, and that runs on earlier releases.
+
+    Attributes:
+        release: The first release whose sdist holds it in this form.
+        test: `path::name` in that sdist; `path::TestX::name`, or `path::test_x::name` for a
+            function within a function, which upstream never runs.
+        on: The earlier releases it runs on, a PEP 440 specifier.
+        fails_with: How the first line of its failure on stock begins.
+        passes_on_stock: Why it does not fail there, in place of `fails_with`.
+        parameters: The ids of the parameters that are meant; empty for all.
+        adapters: Fixtures of tests/forward_adapters.py that it needs on these releases.
+    """
+
+    release: str
+    test: str
+    on: str
+    fails_with: str = ""
+    passes_on_stock: str = ""
+    parameters: tuple[str, ...] = ()
+    adapters: tuple[str, ...] = ()
+
+    def runs_on(self, release: str) -> bool:
+        """Whether it is meant to run on `release`."""
+        return SpecifierSet(self.on).contains(release, prereleases=True)
+
+    @classmethod
+    def read(cls, table: dict[str, Any]) -> LaterTest:
+        """Return what the `[[fix.forward-test]]` table `table` says.
+
+        Raises:
+            TypeError: A key is missing or unknown, or a value has the wrong form.
+        """
+        values = {key.replace("-", "_"): value for key, value in table.items()}
+        for key in ("parameters", "adapters"):
+            values[key] = tuple(_texts(key, values.get(key, [])))
+        _texts("forward-test", [value for value in values.values() if not isinstance(value, tuple)])
+        test = cls(**values)
+        if bool(test.fails_with) == bool(test.passes_on_stock):
+            raise TypeError(f"{test.test}: exactly one of fails-with and passes-on-stock")
+        if "::" not in test.test:
+            raise TypeError(f"{test.test}: names no function")
+        try:
+            Version(test.release), SpecifierSet(test.on)
+        except (InvalidVersion, InvalidSpecifier) as error:
+            raise TypeError(f"{test.test}: {error}") from error
+        return test
+
+
+def _texts(key: str, values: object) -> list[str]:
+    if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
+        raise TypeError(f"{key}: text and lists are mixed up")
+    return values
+
+
+@dataclass(frozen=True)
 class Fix:
     """One defect and what is true once it is fixed.
 
@@ -78,6 +135,7 @@ class Fix:
     risk: str
     upstream_tests: tuple[UpstreamTest, ...] = ()
     spared: tuple[Spared, ...] = ()
+    forward_tests: tuple[LaterTest, ...] = ()
 
     @property
     def file_name(self) -> str:
@@ -205,6 +263,7 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     try:
         values["upstream_tests"] = [UpstreamTest(**one) for one in values.pop("upstream_test", ())]
         values["spared"] = [Spared(**one) for one in values.get("spared", ())]
+        values["forward_tests"] = [LaterTest.read(one) for one in values.pop("forward_test", ())]
         wrong = [
             field
             for field, value in values.items()

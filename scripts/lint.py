@@ -8,6 +8,7 @@ zizmor (for the workflows of CI):
   series, and adds nothing but hooks;
 - every changed file says so near its top;
 - every name of vLLM that the overlay and the hooks use exists in each release (type-checked);
+- every forward test exists in its later release and can be cut for the earlier ones;
 - every affected release's line has the fix, every patch file is listed, once, every overlay
   module is used, the changelog names each fix, and the README's matrix is the registry's.
 """
@@ -23,6 +24,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from scripts import forward_tests
 from scripts.errors import CheckFailedError, KvfixError
 from scripts.export import commit_hooks, patch_text, release_repository
 from scripts.fixes import Registry, load_registry
@@ -87,6 +89,7 @@ def _patch_set() -> Iterator[str]:
             yield from _application(series, registry, release)
         yield from _reexport(series, registry, releases[series.line][-1])
         used |= overlay_files(series.patches).keys()
+    yield from forward_tests.faults(registry)
     yield from (
         f"{path.relative_to(ROOT)}: no hook of any line reaches this module"
         for path in sorted(OVERLAY.rglob("*.py"))

@@ -71,7 +71,7 @@ def registry_text(registry: Registry) -> str:
 
     def table(fix: Fix) -> dict[str, object]:
         values = {key.replace("_", "-"): value for key, value in vars(fix).items()}
-        del values["upstream-tests"]
+        del values["upstream-tests"], values["forward-tests"]
         return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
 
     return tomli_w.dumps(

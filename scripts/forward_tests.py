@@ -1,0 +1,149 @@
+"""Forward tests: what upstream later wrote about a defect, run on the releases that kvfix patches.
+
+`patches/fixes.toml` lists the test functions by fix (`[[fix.forward-test]]`); `write` cuts them
+out of the pinned later sdist (`scripts.cut_tests`) into a tests tree of the release, where its own
+helpers are. Each has to fail on stock, in the way that the table says, and to pass on patched; or
+the table says why it passes on stock, and then it shows no more than that nothing broke.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+
+from packaging.version import Version
+
+from scripts.cut_tests import Cut, Wanted
+from scripts.errors import KvfixError
+from scripts.fixes import LaterTest, Registry
+from scripts.project import ROOT, project
+from scripts.pytest_run import Outcome
+from scripts.source import release_tree
+
+ADAPTERS = ROOT / "tests" / "forward_adapters.py"
+"""Our fixtures that stand between a later test and an earlier release whose interface differs."""
+
+
+@dataclass(frozen=True)
+class ForwardTest:
+    """One later test on one earlier release.
+
+    Attributes:
+        fix: Id of the fix that it is about.
+        release: The first release whose sdist holds it in this form.
+        test: Its node id there.
+        discriminates: Whether it has to fail on stock.
+        reason: How the message of the failure on stock begins; or why there is none.
+    """
+
+    fix: str
+    release: str
+    test: str
+    discriminates: bool
+    reason: str
+
+    def fault(self, stock: Outcome, patched: Outcome) -> str:
+        """Say what is wrong with how the test ended on the two sides; empty if nothing is."""
+        if patched.result != "passed":
+            return f"{patched.result} on patched: {patched.message}"
+        if not self.discriminates:
+            said = f"{stock.result} on stock, where the registry says that it passes"
+            return "" if stock.result == "passed" else f"{said}: {stock.message}"
+        if stock.result != "failed":
+            return f"{stock.result} on stock, so it proves nothing"
+        if not stock.message.startswith(self.reason):
+            return f"fails on stock otherwise than with {self.reason!r}: {stock.message}"
+        return ""
+
+
+@dataclass
+class _File:
+    """The tests that come from one file of one later release."""
+
+    release: str
+    path: str
+    tests: dict[Wanted, None] = field(default_factory=dict)  # in the order of the registry
+
+    @property
+    def target(self) -> str:
+        """Where they are written; beside the file that they come from, for its helpers."""
+        path = PurePosixPath(self.path)
+        name = path.stem.removeprefix("test_")
+        return str(path.with_name(f"test_forward_{self.release.replace('.', '_')}_{name}.py"))
+
+    def text(self, base: str) -> str:
+        """Return the file for release `base`."""
+        later, earlier = release_tree(self.release), release_tree(base)
+        return Cut(later, earlier, self.path, adapters="tests.forward_adapters").text(self.tests)
+
+
+def write(release: str, registry: Registry, folder: Path) -> dict[str, ForwardTest]:
+    """Cut every forward test of `release` into its tests tree.
+
+    Args:
+        release: The earlier release, whose tests tree it is.
+        registry: Where the tests are listed.
+        folder: The `tests` folder of the release's sdist, laid out where no `vllm` lies beside
+            it. Files `test_forward_*.py` are added beside those that the later tests come from.
+
+    Returns:
+        By pytest node id, relative to the parent of `folder`. An id without parameters stands for
+        all of a test's. Name the ids on pytest's command line: not all parameters of each test
+        are listed. `owner` tells which entry an outcome belongs to.
+
+    Raises:
+        RegistryError: A listed test does not exist, or needs what `release` does not have.
+    """
+    files, listed = _plan(release, registry)
+    shutil.copyfile(ADAPTERS, folder / ADAPTERS.name)
+    for file in files:
+        target = folder.parent / file.target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(file.text(release), encoding="utf-8")
+    return dict(listed)
+
+
+def owner(node: str, listed: dict[str, ForwardTest]) -> ForwardTest | None:
+    """Return the forward test that the outcome of `node` belongs to, if it does to one."""
+    return listed.get(node) or listed.get(node.partition("[")[0])
+
+
+def faults(registry: Registry) -> Iterator[str]:
+    """Yield what is wrong with the registry's forward tests, as far as files can tell."""
+    for fix in registry.fixes.values():
+        for later in fix.forward_tests:
+            if not any(_runs_on(later, release) for release in project().releases):
+                yield f"fix {fix.id}: {later.test} of {later.release} runs on no release"
+    for release in project().releases:
+        files, listed = _plan(release, registry)
+        ids = [node for node, _ in listed]
+        for node in sorted({node for node in ids if ids.count(node) > 1}):
+            yield f"{release}: forward test {node} is listed twice"
+        for file in files:
+            try:
+                file.text(release)
+            except KvfixError as error:
+                yield f"{release}: forward tests of {file.release}: {error.found}"
+
+
+def _runs_on(later: LaterTest, release: str) -> bool:
+    return later.runs_on(release) and Version(release) < Version(later.release)
+
+
+def _plan(release: str, registry: Registry) -> tuple[list[_File], list[tuple[str, ForwardTest]]]:
+    files: dict[tuple[str, str], _File] = {}
+    listed: list[tuple[str, ForwardTest]] = []
+    for fix in registry.fixes.values():
+        for later in (one for one in fix.forward_tests if _runs_on(one, release)):
+            path, _, name = later.test.partition("::")
+            file = files.setdefault((later.release, path), _File(later.release, path))
+            file.tests[Wanted(name, later.adapters)] = None
+            reason = later.fails_with or later.passes_on_stock
+            test = ForwardTest(fix.id, later.release, later.test, bool(later.fails_with), reason)
+            # A function within a function stands on its own once it is cut.
+            node = name if name.startswith("Test") else name.rpartition("::")[2]
+            for suffix in [f"[{one}]" for one in later.parameters] or [""]:
+                listed.append((f"{file.target}::{node}{suffix}", test))
+    return list(files.values()), listed
