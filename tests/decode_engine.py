@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.nixl_worker import GroupKind, make_worker, nixl_of
+from tests.nixl_worker import GroupKind, make_worker, nixl_of, peer_port
 
 TOKEN = 7
 """The token that every request samples."""
@@ -113,7 +113,7 @@ class DecodeEngine:
                 "remote_engine_id": engine_id,
                 "remote_request_id": f"{req_id}-at-p",
                 "remote_host": "127.0.0.1",
-                "remote_port": 1,
+                "remote_port": peer_port(engine_id),
                 "tp_size": tp_size,
             }
         self.scheduler.add_request(request)
@@ -166,10 +166,8 @@ class DecodeEngine:
 
     def _report(self) -> KVConnectorOutput:
         """What the worker has to say at the end of a step."""
-        sent, received = self.worker.get_finished()
         return KVConnectorOutput(
-            finished_sending=sent or None,
-            finished_recving=received or None,
+            **finished(self.worker),
             invalid_block_ids=self.worker.get_block_ids_with_load_errors(),
             kv_connector_stats=self.worker.get_kv_connector_stats(),
         )
@@ -186,3 +184,17 @@ class DecodeEngine:
     def reads_in_flight(self) -> int:
         """How many reads may still write into blocks."""
         return len(nixl_of(self.worker).in_flight())
+
+
+def finished(side: Any, *args: object) -> dict[str, Any]:  # noqa: ANN401 - see below
+    """What a worker, or the connector around it, says of transfers that are over; from 0.30.0 on
+    with those that failed. `args` are what it wants to know."""
+    if hasattr(side, "get_transfer_results"):
+        results = side.get_transfer_results(*args)
+        return {
+            "finished_sending": results.finished_sending or None,
+            "finished_recving": results.finished_recving or None,
+            "failed_recving": results.failed_recving,
+        }
+    sent, received = side.get_finished(*args)
+    return {"finished_sending": sent or None, "finished_recving": received or None}

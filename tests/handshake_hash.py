@@ -25,6 +25,9 @@ if __name__ == "__main__":
     print(
         vllm.__version__,
         compute_nixl_compatibility_hash(
-            worker.vllm_config, worker.backend_name, topology.cross_layers_blocks
+            worker.vllm_config,
+            worker.backend_name,
+            # Gone by 0.33.0, where the default of what stands in its place is right.
+            *([topology.cross_layers_blocks] if hasattr(topology, "cross_layers_blocks") else []),
         ),
     )

@@ -19,7 +19,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.decode_engine import DecodeEngine
+from tests.decode_engine import DecodeEngine, finished
 
 
 class IdleEngine(DecodeEngine):
@@ -31,7 +31,8 @@ class IdleEngine(DecodeEngine):
 
     def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**config)
-        with mock.patch.object(connector_module, "NixlConnectorWorker", lambda *_: self.worker):
+        worker_class = self.worker.__class__.__name__
+        with mock.patch.object(connector_module, worker_class, lambda *_: self.worker):
             self.connector = connector_module.NixlConnector(
                 self.worker.vllm_config, KVConnectorRole.WORKER, self.worker.kv_cache_config
             )
@@ -63,10 +64,8 @@ class IdleEngine(DecodeEngine):
         self.connector.start_load_kv(context)
 
     def _report(self) -> KVConnectorOutput:
-        sent, received = self.connector.get_finished(set())
         return KVConnectorOutput(
-            finished_sending=sent or None,
-            finished_recving=received or None,
+            **finished(self.connector, set()),
             invalid_block_ids=self.connector.get_block_ids_with_load_errors(),
             kv_connector_stats=self.connector.get_kv_connector_stats(),
             kv_connector_worker_meta=self.connector.build_connector_worker_meta(),

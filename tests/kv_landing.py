@@ -20,7 +20,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgent
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.nixl_worker import SCRIPTED, GroupKind, make_worker, nixl_of, receive
+from tests.nixl_worker import (
+    PACKED,
+    SCRIPTED,
+    GroupKind,
+    make_worker,
+    nixl_of,
+    rank_key,
+    receive,
+    states_in,
+)
 
 MAX_TOKENS = 256
 """Longer prompts have no value of their own for each token (see `_value`)."""
@@ -94,7 +103,7 @@ class Engines:
         if not self.deployment.stated:
             said.pop("physical_blocks_per_logical_kv_block", None)
         agent = self.decode.add_remote_agent(msgspec.convert(said, NixlAgentMetadata), 0, 1)
-        self.decode._remote_agents["P"] = {0: agent}
+        self.decode._remote_agents["P"] = {rank_key(0): agent}
 
     def faults_of_a_prompt(self, tokens: int, hit: int = 0, seed: int = 0) -> list[str]:
         """Send one prompt from P to D; say what is not where it should be, or not what it was.
@@ -171,7 +180,7 @@ class _Side:
         for layer, name in enumerate(self.groups[group].layer_names):
             cache = self.worker.device_kv_caches[name]
             if isinstance(self.groups[group].kv_cache_spec, MambaSpec):
-                for part, state in enumerate(cache):
+                for part, state in enumerate(states_in(cache, self.groups[group].kv_cache_spec)):
                     state[ids[0]] = torch.arange(state[0].numel()).view(state[0].shape) % 91 + part
                 continue
             for block in ids:
@@ -195,8 +204,8 @@ class _Side:
         for layer, name in enumerate(self.groups[group].layer_names):
             cache = self.worker.device_kv_caches[name]
             if isinstance(spec, MambaSpec):
-                theirs = remote.worker.device_kv_caches[name]
-                for ours, sent in zip(cache, theirs, strict=True):
+                theirs = states_in(remote.worker.device_kv_caches[name], spec)
+                for ours, sent in zip(states_in(cache, spec), theirs, strict=True):
                     if not torch.equal(ours[ids[0]], sent[remote_ids[0]]):
                         found.append(f"{name}: the state of {len(ids)} blocks is not the peer's")
                 continue
@@ -234,6 +243,9 @@ class _Side:
 
     def _kernel_block(self, cache: torch.Tensor, index: int, split: int) -> torch.Tensor:
         """One kernel block as (keys and values, parts, heads, tokens of a part, head size)."""
+        if PACKED:  # blocks, heads, tokens, keys and values of each
+            block = cache[index]
+            return block.view(1, split, block.shape[0], self.kernel // split, -1)
         if cache.dim() == 3:  # latent: blocks, tokens, elements
             return cache[index].view(1, split, 1, self.kernel // split, -1)
         # Blocks first in a hybrid; else as in memory, with heads before tokens.

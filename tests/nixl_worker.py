@@ -29,7 +29,9 @@ import dataclasses
 import itertools
 import json
 import os
+import sys
 import tempfile
+import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -49,7 +51,6 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import worker as worker_module
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlAgentMetadata,
     NixlConnectorMetadata,
@@ -78,6 +79,28 @@ State = Literal["PROC", "DONE", "ERR"]
 
 HEADS, HEAD_SIZE, LAYERS, DTYPE = 8, 8, 2, torch.float16
 """The model's KV heads, elements per head and layers in each KV-cache group, and cache type."""
+
+# ---------------------------------------------------------------- what differs between releases
+
+_MODULE: Any = sys.modules[NixlConnectorWorker.__mro__[-2].__module__]
+"""Where the worker's constructor finds its names: from 0.24.0 on with what pull and push share."""
+
+PACKED = "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}
+"""Keys and values lie beside each other in a cache whose first dimension is the blocks, and the
+layout is part of the configuration: on 0.33.0, not on 0.22.1."""
+
+_STAGES = hasattr(getattr(_MODULE, "EngineTransferInfo", None), "remote_pp_rank")
+
+
+def rank_key(rank: int) -> Any:  # noqa: ANN401 - an int, or pipeline and tensor rank
+    """How the worker calls a tensor rank of its peers."""
+    return (0, rank) if _STAGES else rank
+
+
+def handshake_result(agents: dict[Any, str]) -> Any:  # noqa: ANN401 - a dict, or a tuple
+    """What a handshake that found these agents returns; with peers of several stages also the
+    difference between the clocks."""
+    return (agents, 0.0) if _STAGES else agents
 
 
 # ---------------------------------------------------------------- the scripted NIXL
@@ -194,6 +217,9 @@ class ScriptedNixl:
     def get_xfer_descs(self, blocks: Any, memory_type: str) -> list[Any]:  # noqa: ANN401
         return list(blocks)
 
+    def check_remote_metadata(self, agent: str) -> bool:
+        return True
+
     def get_agent_metadata(self) -> bytes:
         return self.name.encode()
 
@@ -204,11 +230,11 @@ class ScriptedNixl:
     def remove_remote_agent(self, agent: str) -> None:
         self._record("remove_remote_agent", agent)
 
-    def prep_xfer_dlist(self, agent: str, descs: Any) -> int:  # noqa: ANN401
+    def prep_xfer_dlist(self, agent: str, descs: Any, mem_type: str = "") -> int:  # noqa: ANN401
         self._record("prep_xfer_dlist", agent, descs)
         handle = next(self._handles)
         self._sides[handle] = agent
-        self._descs[handle] = descs
+        self._descs[handle] = _blocks(descs)
         return handle
 
     def release_dlist_handle(self, handle: int) -> None:
@@ -264,6 +290,17 @@ class ScriptedNixl:
         result = self._record("get_new_notifs")
         inbox, self.inbox = self.inbox, {}
         return result if result is not None else inbox
+
+
+def _blocks(descs: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """Address, bytes and device of each block, where rows may add a stride and a count to that."""
+    if len(descs) == 0 or len(descs[0]) == 3:
+        return descs
+    return [
+        (int(address) + i * int(stride), int(size), int(device))
+        for address, size, device, stride, count in descs
+        for i in range(int(count))
+    ]
 
 
 SCRIPTED: Mapping[str, Any] = {"NixlWrapper": ScriptedNixl, "nixl_agent_config": None}
@@ -345,6 +382,7 @@ def make_vllm_config(
     connector: str = "NixlConnector",
     policy: Literal["recompute", "fail"] = "recompute",
     prefix_caching: bool = True,
+    layout: Literal["HND", "NHD"] = "HND",
     extra_config: dict[str, Any] | None = None,
 ) -> VllmConfig:
     """A configuration as a P/D engine has it; `hybrid` allows several KV-cache groups.
@@ -360,7 +398,7 @@ def make_vllm_config(
             dtype="float16",
             seed=0,
         )
-        return VllmConfig(
+        config = VllmConfig(
             model_config=model,
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             scheduler_config=SchedulerConfig(
@@ -380,6 +418,9 @@ def make_vllm_config(
                 kv_connector_extra_config=extra_config or {},
             ),
         )
+    if PACKED:
+        config.cache_config.kv_cache_layout = {"HND": "LBHNC", "NHD": "LBNHC"}[layout]
+    return config
 
 
 def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]:
@@ -399,7 +440,7 @@ def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]
             raise NotImplementedError
 
         @staticmethod
-        def get_supported_kernel_block_sizes() -> list[Any]:
+        def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[Any]:
             return (
                 [kernel_block_size]
                 if kernel_block_size
@@ -474,13 +515,20 @@ def make_kv_cache_config(
     return KVCacheConfig(
         num_blocks=num_blocks,
         kv_cache_tensors=[
-            KVCacheTensor(size=page * num_blocks, shared_by=[group[i] for group in names])
-            for i in range(LAYERS)
+            _tensor(page, num_blocks, [group[i] for group in names]) for i in range(LAYERS)
         ],
         kv_cache_groups=[
             KVCacheGroupSpec(group, spec) for group, spec in zip(names, specs, strict=True)
         ],
     )
+
+
+def _tensor(page: int, num_blocks: int, layers: list[str]) -> Any:  # noqa: ANN401 - KVCacheTensor
+    """One tensor whose pages belong to any of `layers`, which are of different groups."""
+    tensor: Any = KVCacheTensor
+    if PACKED:
+        return tensor(size=page * num_blocks, layers=layers, layer_stride=0, block_stride=page)
+    return tensor(size=page * num_blocks, shared_by=layers)
 
 
 # ---------------------------------------------------------------- the worker
@@ -493,7 +541,7 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
         name: tensor
         for shared in config.kv_cache_tensors
         for tensor in [torch.zeros(shared.size, dtype=torch.int8)]
-        for name in shared.shared_by
+        for name in (shared.layers if PACKED else shared.shared_by)
     }
     caches: dict[str, Any] = {}
     for group in config.kv_cache_groups:
@@ -502,17 +550,13 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
             raw = storage[name]
             if isinstance(spec, MambaSpec):
                 blocks = raw.view(config.num_blocks, -1)
-                states, start = [], 0
-                for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
-                    size = torch.Size(shape).numel() * dtype.itemsize
-                    part = blocks[:, start : start + size].view(dtype)
-                    states.append(part.unflatten(1, shape))
-                    start += size
-                caches[name] = states
+                caches[name] = blocks if PACKED else states_in(blocks, spec)
                 continue
             kernel_blocks = config.num_blocks * spec.block_size // kernel_block_size
             flat = raw.view(DTYPE)
-            if isinstance(spec, MLAAttentionSpec):
+            if PACKED:
+                caches[name] = flat.view(kernel_blocks, spec.num_kv_heads, kernel_block_size, -1)
+            elif isinstance(spec, MLAAttentionSpec):
                 caches[name] = flat.view(kernel_blocks, kernel_block_size, spec.head_size)
             elif hybrid:  # blocks first, so that states and attention can share pages
                 caches[name] = flat.view(
@@ -523,6 +567,19 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
                     2, kernel_blocks, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
                 ).transpose(2, 3)
     return caches
+
+
+def states_in(cache: Any, spec: MambaSpec) -> list[torch.Tensor]:  # noqa: ANN401 - see allocate
+    """The parts of the states in a cache, each with the blocks first; what it is made of already up
+    to 0.22.1, and lies one after the other in each block later."""
+    if isinstance(cache, list):
+        return cache
+    states, start = [], 0
+    for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True):
+        size = torch.Size(shape).numel() * dtype.itemsize
+        states.append(cache[:, start : start + size].view(dtype).unflatten(1, shape))
+        start += size
+    return states
 
 
 @contextlib.contextmanager
@@ -541,7 +598,7 @@ def surroundings(
     names = {
         **SCRIPTED,
         "get_current_attn_backends": lambda *_: [backend],
-        "get_kv_cache_layout": lambda: layout,
+        **({} if PACKED else {"get_kv_cache_layout": lambda: layout}),
         **names,
     }
     # On its CPU platform the worker pins the calling thread to a core: not in a test run.
@@ -549,7 +606,7 @@ def surroundings(
     # Mamba transfers demand this layout of the convolution state.
     state_layout = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
     try:
-        with mock.patch.multiple(worker_module, **names), mock.patch.dict(os.environ, state_layout):
+        with mock.patch.multiple(_MODULE, **names), mock.patch.dict(os.environ, state_layout):
             yield
     finally:
         os.sched_setaffinity(0, cores)
@@ -594,6 +651,7 @@ def make_worker(
         hybrid=len(groups) > 1 or "mamba" in groups,
         block_size=block_size,
         engine_id=engine_id,
+        layout=layout,
         **config,
     )
     vllm_config.parallel_config.tensor_parallel_size = tp_size
@@ -671,6 +729,8 @@ def peer_metadata(
         fields["physical_blocks_per_logical_kv_block"] = (
             worker._physical_blocks_per_logical_kv_block
         )
+    if "block_strides" in known:
+        fields["block_strides"] = list(lens)
     return NixlAgentMetadata(**(fields | changes))
 
 
@@ -679,7 +739,7 @@ def register_peer(
     engine_id: str,
     tp_size: int = 1,
     **changes: Any,  # noqa: ANN401 - any field of the metadata
-) -> dict[int, str]:
+) -> dict[Any, str]:
     """Do what a handshake with every rank that this worker talks to does, without a network.
 
     Returns:
@@ -687,7 +747,7 @@ def register_peer(
     """
     assert worker.transfer_topo is not None
     return {
-        rank: worker.add_remote_agent(
+        rank_key(rank): worker.add_remote_agent(
             peer_metadata(worker, engine_id, rank, tp_size, **changes), rank, tp_size
         )
         for rank in worker.transfer_topo.handshake_target_ranks(tp_size)
@@ -699,22 +759,37 @@ def connect(
     engine_id: str = "P",
     tp_size: int = 1,
     **changes: Any,  # noqa: ANN401 - any field of the metadata
-) -> dict[int, str]:
+) -> dict[Any, str]:
     """Make the worker know a peer engine, as after a handshake that succeeded."""
     agents = register_peer(worker, engine_id, tp_size, **changes)
     with worker._handshake_lock:
         worker._remote_agents[engine_id] = agents
+        if _STAGES:
+            worker._engine_clock_offset[engine_id] = 0.0
+            worker._engine_last_active[engine_id] = time.perf_counter()
+            worker._track_remote_engine_replacement(engine_id, "127.0.0.1", peer_port(engine_id))
     return agents
 
 
+def peer_port(engine_id: str) -> int:
+    """Where a peer listens; on 0.33.0 one that comes to another's address takes its place."""
+    return 1 + sum(engine_id.encode())
+
+
 def script_handshake(
-    worker: NixlConnectorWorker, act: Callable[[str, int], dict[int, str]]
+    worker: NixlConnectorWorker, act: Callable[[str, int], dict[Any, str]]
 ) -> None:
     """Let `act(engine_id, tp_size)` be the handshake. It runs on the worker's own handshake
     thread; it may wait for an event, raise, or succeed with `register_peer`'s result."""
 
-    def handshake(host: str, port: int, remote_tp_size: int, expected: str) -> dict[int, str]:
-        return act(expected, remote_tp_size)
+    def handshake(
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected: str,
+        *sizes: int,  # of other kinds of parallelism
+    ) -> Any:  # noqa: ANN401 - see handshake_result
+        return handshake_result(act(expected, remote_tp_size))
 
     worker._nixl_handshake = handshake
 
@@ -756,9 +831,10 @@ def receive(
             "remote_engine_id": engine_id,
             "remote_request_id": remote_request_id,
             "remote_host": "127.0.0.1",
-            "remote_port": 1,
+            "remote_port": peer_port(engine_id),
             "tp_size": tp_size,
         },
+        **({"awaiting_kvs": any(local_blocks)} if PACKED else {}),
     )
     worker.start_load_kv(metadata)
 
@@ -775,7 +851,15 @@ def hold(worker: NixlConnectorWorker, req_id: str, deadline: float = float("inf"
     metadata = NixlConnectorMetadata()
     metadata.reqs_in_batch.add(req_id)
     metadata.reqs_to_send[req_id] = deadline
+    stamp(metadata)
     worker.start_load_kv(metadata)
+
+
+def stamp(metadata: NixlConnectorMetadata) -> NixlConnectorMetadata:
+    """Say when the scheduler made it, where it says so: from 0.27.1 on."""
+    if hasattr(metadata, "scheduler_clock"):
+        metadata.scheduler_clock = time.perf_counter()
+    return metadata
 
 
 def lives(step: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:  # noqa: ANN401

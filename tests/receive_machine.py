@@ -46,10 +46,12 @@ from tests.nixl_worker import (
     GroupKind,
     Read,
     agent_name,
+    handshake_result,
     hold,
     make_worker,
     nixl_of,
     peer_metadata,
+    rank_key,
     receive,
 )
 
@@ -210,8 +212,13 @@ class ReceiveMachine(RuleBasedStateMachine):
     # What the surroundings do.
 
     def _handshake(
-        self, host: str, port: int, remote_tp_size: int, expected_engine_id: str
-    ) -> dict[int, str]:
+        self,
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *sizes: int,  # of other kinds of parallelism
+    ) -> Any:  # noqa: ANN401 - see handshake_result
         topology = self.worker.transfer_topo
         assert topology is not None
         ranks = topology.handshake_target_ranks(remote_tp_size)
@@ -219,14 +226,14 @@ class ReceiveMachine(RuleBasedStateMachine):
         for i, rank in enumerate(ranks):
             if self.outcome == f"breaks off before rank {i}":  # the first, the second
                 raise BrokenError("timed out")
-            agents[rank] = self.worker.add_remote_agent(
+            agents[rank_key(rank)] = self.worker.add_remote_agent(
                 peer_metadata(self.worker, expected_engine_id, rank, remote_tp_size),
                 rank,
                 remote_tp_size,
             )
         if self.outcome != "connects":
             raise BrokenError("compatibility hash mismatch")
-        return agents
+        return handshake_result(agents)
 
     def _script(self, call: str) -> Callable[..., None]:
         def script(*args: Any) -> None:  # noqa: ANN401 - whatever the call got

@@ -22,6 +22,8 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import importlib
+import importlib.util
 import json
 import tempfile
 import warnings
@@ -44,7 +46,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.entrypoints.openai.api_server import build_app, init_app_state
-from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -58,6 +59,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+_CLI: Any = importlib.import_module(
+    "vllm.entrypoints.openai.cli_args"
+    if importlib.util.find_spec("vllm.entrypoints.openai.cli_args")
+    else "vllm.entrypoints.common.cli_args"  # where it is on 0.33.0
+)
 
 MODEL = "tiny"
 """The name under which the model is served."""
@@ -431,9 +438,9 @@ async def serving(
 
 @lru_cache(maxsize=8)
 def _arguments(*flags: str) -> Any:  # noqa: ANN401 - argparse's namespace
-    parser = make_arg_parser(FlexibleArgumentParser())
+    parser = _CLI.make_arg_parser(FlexibleArgumentParser())
     args = parser.parse_args(
         ["--model", served_model(), "--served-model-name", MODEL, "--disable-log-stats", *flags]
     )
-    validate_parsed_serve_args(args)
+    _CLI.validate_parsed_serve_args(args)
     return args

@@ -34,6 +34,7 @@ from tests.nixl_worker import (
     make_kv_cache_config,
     make_vllm_config,
     make_worker,
+    rank_key,
     surroundings,
     tiny_model,
 )
@@ -136,14 +137,15 @@ def test_every_rank_goes_by_the_id_that_the_scheduler_announces(
     # what all ranks say about themselves, by tensor rank.
     config = make_vllm_config(engine_id=own_ids[0])
     scheduler = NixlConnectorScheduler(config, own_ids[0], make_kv_cache_config())
-    served = {index % tp: payload for index, (_, payload) in enumerate(ranks)}
+    served = {rank_key(index % tp): payload for index, (_, payload) in enumerate(ranks)}
     scheduler.set_xfer_handshake_metadata(served)
     try:
         for rank in range(tp):
             peer = make_worker(engine_id="D", tp_size=tp, tp_rank=rank)
-            agents = peer._nixl_handshake(
+            answer = peer._nixl_handshake(
                 "localhost", envs.VLLM_NIXL_SIDE_CHANNEL_PORT, tp, scheduler.engine_id
             )
-            assert set(agents) == {rank}
+            agents = answer[0] if isinstance(answer, tuple) else answer
+            assert set(agents) == {rank_key(rank)}
     finally:
         scheduler.shutdown()

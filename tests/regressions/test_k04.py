@@ -14,7 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 
 from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
+from tests.nixl_worker import connect, nixl_of, rank_key
 from tests.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS = next(iter(ENDPOINTS))
@@ -148,7 +148,12 @@ def test_a_peer_that_asks_for_a_rank_that_p_does_not_have() -> None:
         environment.setenv("VLLM_NIXL_SIDE_CHANNEL_HOST", "127.0.0.1")
         listener = threading.Thread(
             target=_quietly,
-            args=(NixlConnectorScheduler._nixl_handshake_listener, {0: b"rank 0"}, ready, stop),
+            args=(
+                NixlConnectorScheduler._nixl_handshake_listener,
+                {rank_key(0): b"rank 0"},
+                ready,
+                stop,
+            ),
             kwargs=_address("127.0.0.1", port),
             daemon=True,
         )
@@ -183,7 +188,9 @@ def _ask(port: int, rank: int) -> bytes | None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(zmq.RCVTIMEO, 1000)
         socket.connect(f"tcp://127.0.0.1:{port}")
-        socket.send(msgspec.msgpack.encode((GET_META_MSG, rank)))
+        key = rank_key(rank)
+        question = (GET_META_MSG, *(key if isinstance(key, tuple) else (key,)))
+        socket.send(msgspec.msgpack.encode(question))
         try:
             answer: bytes = socket.recv()
         except zmq.Again:

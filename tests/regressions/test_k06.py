@@ -18,7 +18,7 @@ from unittest import mock
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
-from tests.nixl_worker import make_worker
+from tests.nixl_worker import make_worker, stamp
 
 LEASE = 480.0
 HOUR = 3600.0
@@ -49,7 +49,7 @@ def metadata_of_a_finished_prefill() -> NixlConnectorMetadata:
     metadata = NixlConnectorMetadata()
     metadata.reqs_in_batch.add("req-p")
     metadata.reqs_to_send["req-p"] = time.perf_counter() + LEASE
-    return metadata
+    return stamp(metadata)
 
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
