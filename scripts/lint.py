@@ -34,7 +34,7 @@ from scripts.overlay import overlay_files, stamp_all
 from scripts.patch import apply_patches
 from scripts.proc import run
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT
-from scripts.series import Series, load_series, patch_names, releases_by_line
+from scripts.series import Series, listed_patch, load_series, patch_names, releases_by_line
 from scripts.source import read_source
 from scripts.terminal import entry, err, out
 from scripts.typecheck import typecheck
@@ -70,10 +70,14 @@ def _patch_set() -> Iterator[str]:
     try:
         registry = load_registry()
         releases = releases_by_line()
-        lines = [load_series(path.parent.name) for path in sorted(PATCHES.glob("*/series"))]
     except KvfixError as error:
         yield error.found
         return
+    names = [path.parent.name for path in sorted(PATCHES.glob("*/series"))]
+    if unreadable := [fault for line in names for fault in _unreadable(line)]:
+        yield from unreadable
+        return
+    lines = [load_series(line) for line in names]
     used: set[str] = set()
     for series in lines:
         yield from _listing(series.line)
@@ -97,6 +101,14 @@ def _patch_set() -> Iterator[str]:
     )
     yield from _documents(registry)
     _report(lines)
+
+
+def _unreadable(line: str) -> Iterator[str]:
+    for name in patch_names(line):
+        try:
+            listed_patch(line, name)
+        except KvfixError as error:
+            yield error.found
 
 
 def _listing(line: str) -> Iterator[str]:

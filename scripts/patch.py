@@ -144,7 +144,7 @@ def _hunk(hunk: ParsedHunk) -> Hunk:
 
 def _malformed(path: Path, why: str) -> RegistryError:
     return RegistryError(
-        f"{path.name}: {why}",
+        f"{path.parent.name}/{path.name}: {why}",
         expected="a git-am mbox that changes existing text files only",
         next_step="export it again: nox -s edit -- <release> <fix>",
     )

@@ -52,21 +52,26 @@ def project() -> Project:
 
 
 def supported_release(text: str) -> str:
-    """Return the supported release that `text` names.
+    """Return the supported release that `text` names in full, in any spelling of PEP 440.
+
+    To PEP 440, 0.20 and 0.20.0 are the same. To people 0.20 is a line of releases, of which they
+    may mean the newest.
 
     Raises:
-        UnknownReleaseError: `text` is no version, or none that kvfix supports.
+        UnknownReleaseError: `text` is no version, or none that kvfix supports, or a part of one.
     """
     releases = project().releases
     try:
-        version = Version(text)
+        version = str(Version(text))
     except InvalidVersion:
-        version = None
-    for release in releases:
-        if version == Version(release):
-            return release
+        version = ""
+    if version in releases:
+        return version
+    meant = [release for release in releases if version and release.startswith(f"{version}.")]
     raise UnknownReleaseError(
-        f"{text!r} is not a supported vLLM release",
-        expected=f"one of {', '.join(releases)}",
+        f"{text!r} names {len(meant)} vLLM releases"
+        if meant
+        else f"{text!r} is not a supported vLLM release",
+        expected=f"one of {', '.join(meant or releases)}",
         next_step="give one of these, or add a release: nox -s lock -- <release>",
     )

@@ -66,17 +66,23 @@ def load_series(line: str) -> Series:
         NoLineError: There is no such line.
         RegistryError: A listed patch is missing or malformed.
     """
-    patches = []
-    for name in patch_names(line):
-        path = PATCHES / line / name
-        if not path.is_file():
-            raise RegistryError(
-                f"{line}/series lists {name}, which is not there",
-                expected="a file for each row",
-                next_step=f"correct patches/{line}/series, then: nox -s lint",
-            )
-        patches.append(read_patch(path))
-    return Series(line, tuple(patches))
+    return Series(line, tuple(listed_patch(line, name) for name in patch_names(line)))
+
+
+def listed_patch(line: str, name: str) -> Patch:
+    """Read the patch `name`, which the series of `line` lists.
+
+    Raises:
+        RegistryError: It is missing or malformed.
+    """
+    path = PATCHES / line / name
+    if not path.is_file():
+        raise RegistryError(
+            f"{line}/series lists {name}, which is not there",
+            expected="a file for each row",
+            next_step=f"correct patches/{line}/series, then: nox -s lint",
+        )
+    return read_patch(path)
 
 
 def releases_by_line() -> dict[str, list[str]]:

@@ -7,6 +7,18 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+GOOD: dict[str, Any] = {
+    "do_remote_prefill": True,
+    "do_remote_decode": False,
+    "remote_block_ids": [[1, 2, 3]],
+    "remote_engine_id": "P",
+    "remote_request_id": "at-p",
+    "remote_host": "127.0.0.1",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+"""Parameters in which nothing is wrong: what a prefill server hands out."""
+
 JUNK: st.SearchStrategy[Any] = st.one_of(
     st.none(),
     st.booleans(),

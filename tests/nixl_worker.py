@@ -27,16 +27,13 @@ import contextlib
 import ctypes
 import dataclasses
 import itertools
-import json
 import os
 import sys
-import tempfile
 import time
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeVar
 from unittest import mock
@@ -56,7 +53,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
     NixlConnectorMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -69,6 +65,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
+
 GroupKind = Literal["full", "sliding", "mamba"]
 """What one KV-cache group holds: all tokens, a window of them, or a recurrent state."""
 
@@ -77,8 +75,8 @@ _Result = TypeVar("_Result")
 State = Literal["PROC", "DONE", "ERR"]
 """What NIXL says about a posted read."""
 
-HEADS, HEAD_SIZE, LAYERS, DTYPE = 8, 8, 2, torch.float16
-"""The model's KV heads, elements per head and layers in each KV-cache group, and cache type."""
+DTYPE = torch.float16
+"""Of the cache, as of the model."""
 
 # ---------------------------------------------------------------- what differs between releases
 
@@ -320,57 +318,25 @@ def raising(error: Exception, when: Callable[..., bool] = lambda *_: True) -> Ca
 # ---------------------------------------------------------------- configuration
 
 
-class _TinyModel(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Registered with vLLM so that no model file is looked at; never built."""
-
-    def __init__(self, vllm_config: object, prefix: str = "") -> None:
-        super().__init__()
-
-    def embed_input_ids(self, input_ids: object) -> object:
-        return input_ids
-
-    def forward(self, input_ids: object, positions: object) -> object:
-        return input_ids
-
-    def compute_logits(self, hidden_states: object) -> object:
-        return hidden_states
-
-
 @lru_cache(maxsize=2)
 def tiny_model(mla: bool) -> str:
     """A folder with the configuration of a small model; `mla` gives it a DeepSeek-like latent
     cache, else it is Llama-like with `HEADS` KV heads."""
-    architecture = "KvfixTinyMlaModel" if mla else "KvfixTinyModel"
-    ModelRegistry.register_model(architecture, _TinyModel)
-    settings: dict[str, Any] = {
-        "architectures": [architecture],
-        "model_type": "deepseek_v2" if mla else "llama",
-        "hidden_size": HEADS * HEAD_SIZE,
-        "intermediate_size": 128,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": HEADS,
-        "max_position_embeddings": 2048,
-        "vocab_size": 128,
-        "torch_dtype": "float16",
-    }
-    if mla:
-        settings |= {
-            "kv_lora_rank": 32,
-            "q_lora_rank": None,
-            "qk_nope_head_dim": 8,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 8,
-            "n_routed_experts": 2,
-            "first_k_dense_replace": LAYERS,
-        }
-    folder = tempfile.TemporaryDirectory(prefix="kvfix-model-")
-    _folders.append(folder)
-    Path(folder.name, "config.json").write_text(json.dumps(settings))
-    return folder.name
-
-
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
+    if not mla:
+        return str(model_folder("KvfixTinyModel", vocab_size=128))
+    folder = model_folder(
+        "KvfixTinyMlaModel",
+        model_type="deepseek_v2",
+        vocab_size=128,
+        kv_lora_rank=32,
+        q_lora_rank=None,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        n_routed_experts=None,
+        first_k_dense_replace=LAYERS,
+    )
+    return str(folder)
 
 
 def make_vllm_config(

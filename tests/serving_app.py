@@ -25,17 +25,14 @@ import dataclasses
 import importlib
 import importlib.util
 import json
-import tempfile
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from functools import lru_cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
-import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm.config import (
     CacheConfig,
@@ -46,7 +43,6 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.entrypoints.openai.api_server import build_app, init_app_state
-from vllm.model_executor.models.registry import ModelRegistry
 from vllm.sampling_params import SamplingParams
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine import (
@@ -59,6 +55,8 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
+
+from tests.stand_in_model import model_folder
 
 _CLI: Any = importlib.import_module(
     "vllm.entrypoints.openai.cli_args"
@@ -87,47 +85,15 @@ REMOTE: dict[str, Any] = {
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}"
 
 
-class _ServedModel(torch.nn.Module):  # type: ignore[misc, unused-ignore]
-    """Registered with vLLM so that no model file is looked at; never built."""
-
-    def __init__(self, vllm_config: object, prefix: str = "") -> None:
-        super().__init__()
-
-    def embed_input_ids(self, input_ids: object) -> object:
-        return input_ids
-
-    def forward(self, input_ids: object, positions: object) -> object:
-        return input_ids
-
-    def compute_logits(self, hidden_states: object) -> object:
-        return hidden_states
-
-
 _VOCABULARY = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
-_folders: list[tempfile.TemporaryDirectory[str]] = []  # removed when the process ends
 
 
 @lru_cache(maxsize=1)
 def served_model() -> str:
     """A model folder with a tokenizer of one token per byte and a plain chat template."""
-    ModelRegistry.register_model("KvfixServedModel", _ServedModel)
-    _folders.append(tempfile.TemporaryDirectory(prefix="kvfix-served-"))
-    folder = Path(_folders[-1].name)
-    config = {
-        "architectures": ["KvfixServedModel"],
-        "model_type": "llama",
-        "hidden_size": 64,
-        "intermediate_size": 128,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 8,
-        "max_position_embeddings": 2048,
-        "vocab_size": len(_VOCABULARY),
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-        "torch_dtype": "float16",
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    folder = model_folder(
+        "KvfixServedModel", vocab_size=len(_VOCABULARY), bos_token_id=0, eos_token_id=1
+    )
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(_VOCABULARY)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

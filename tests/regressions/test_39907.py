@@ -29,7 +29,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 
 from tests.nixl_worker import (
-    HEADS,
     allocate,
     make_kv_cache_config,
     make_vllm_config,
@@ -38,6 +37,7 @@ from tests.nixl_worker import (
     surroundings,
     tiny_model,
 )
+from tests.stand_in_model import HEADS
 
 SECONDS = 90  # until ranks that wait for each other are given up
 

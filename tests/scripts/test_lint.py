@@ -116,6 +116,16 @@ def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
         assert said in found, f"{said}\n---\n{found}"
 
 
+def test_all_patches_that_cannot_be_read_are_found_in_one_run(checkout: Checkout) -> None:
+    line = checkout.patches / "v0.20"
+    (line / "1-a-name.patch").unlink()
+    change(line / "2-a-name.patch", "\n---\n", "\n")
+    assert faults(checkout) == [
+        "v0.20/series lists 1-a-name.patch, which is not there",
+        "v0.20/2-a-name.patch: it is no mbox with a subject and a `---` line",
+    ]
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
 import pytest
 
+from tests.lying_params import GOOD
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_BLOCK_ID,
     MAX_TP_SIZE,
@@ -15,16 +15,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     peer_problem,
 )
 
-GOOD: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "P",
-    "remote_request_id": "at-p",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
 PEER = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.idle_engine import IdleEngine
-from tests.lying_params import lying_params
+from tests.lying_params import GOOD, lying_params
 from tests.nixl_worker import GroupKind, connect, nixl_of
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
@@ -23,16 +23,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 
 PROMPT = range(40)
-GOOD: dict[str, Any] = {
-    "do_remote_prefill": True,
-    "do_remote_decode": False,
-    "remote_block_ids": [[1, 2, 3]],
-    "remote_engine_id": "P",
-    "remote_request_id": "at-p",
-    "remote_host": "127.0.0.1",
-    "remote_port": 5600,
-    "tp_size": 1,
-}
 _names = (f"request-{i}" for i in itertools.count())
 
 

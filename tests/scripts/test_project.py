@@ -1,0 +1,31 @@
+"""Which release the user means."""
+
+from __future__ import annotations
+
+import pytest
+
+from scripts.errors import UnknownReleaseError
+from scripts.project import project, supported_release
+
+
+@pytest.mark.parametrize("release", project().releases)
+@pytest.mark.parametrize("spelling", ["{}", "v{}", " {} ", "0!{}"])
+def test_a_release_in_full(release: str, spelling: str) -> None:
+    assert supported_release(spelling.format(release)) == release
+
+
+def test_a_part_of_a_number_names_its_releases() -> None:
+    """To PEP 440 it is the first of them, which nobody means who leaves the rest out."""
+    with pytest.raises(UnknownReleaseError, match=r"'0\.20' names 3 vLLM releases") as caught:
+        supported_release("0.20")
+    assert caught.value.expected == "one of 0.20.0, 0.20.1, 0.20.2"
+    with pytest.raises(UnknownReleaseError, match=r"'0\.21' names 1 ") as caught:
+        supported_release("0.21")
+    assert caught.value.expected == "one of 0.21.0"
+
+
+@pytest.mark.parametrize("text", ["", "0.2", "0.20.20", "0.20.2.0", "newest", "0.20.2+local", "0"])
+def test_no_release(text: str) -> None:
+    with pytest.raises(UnknownReleaseError) as caught:
+        supported_release(text)
+    assert "0.20.2" in caught.value.expected
