@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+NULL_BLOCK = 0
+"""Id of the block that stands for none: `BlockPool` takes its first one for that."""
+
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
 
@@ -225,7 +228,10 @@ def _cut(
     own = worker._physical_blocks_per_logical_kv_block
     surplus = len(theirs) - len(ours)
     if isinstance(worker.kv_cache_config.kv_cache_groups[group].kv_cache_spec, MambaSpec):
-        pass  # a state is whole or worthless
+        # A state is whole or worthless, and stands last: where P caches prefixes, null blocks in
+        # front of it stand for the rest of the prompt. Ours are left out before they come here.
+        if surplus > 0 and set(theirs[:surplus]) == {NULL_BLOCK}:
+            return ours, theirs[surplus:]
     elif not worker._has_mamba or ratio == own:
         if surplus > 0:
             return ours, theirs[surplus:]

@@ -127,9 +127,18 @@ class TestApplyPrefixCaching:
         make_worker()._apply_prefix_caching(local, remote, 1)
         assert (local, remote) == ([[4]], [[1, 2]])
 
+    def test_padding_before_a_state_of_a_server_that_caches_prefixes(self) -> None:
+        worker = make_worker(groups=("full", "mamba"), block_size=8, kernel_block_size=4)
+        local, remote = [[1, 2, 3, 4], [9]], [[5, 6, 7, 8], [0, 0, 0, 6]]
+        assert worker._apply_prefix_caching(local, remote, 2) == (local, [[5, 6, 7, 8], [6]])
+        # With speculative decoding there are blocks behind the state, as many on both sides.
+        local, remote = [[1, 2], [7, 8, 9]], [[5, 6], [0, 3, 4, 5]]
+        assert worker._apply_prefix_caching(local, remote, 2) == (local, [[5, 6], [3, 4, 5]])
+
     @pytest.mark.parametrize(
         ("groups", "local", "remote", "ratio"),
         [
+            pytest.param(("full", "mamba"), [[1, 2], [3]], [[1, 2], [0, 3, 4]], 2, id="drafts"),
             pytest.param(("full",), [[1, 2]], [[1]], 2, id="more local than remote"),
             pytest.param(("full", "mamba"), [[1, 2], [3]], [[1, 2], [3, 4]], 2, id="states"),
             pytest.param(("full", "mamba"), [[1, 2], [3]], [[1, 2, 3, 4, 5, 6], [3]], 3, id="far"),
