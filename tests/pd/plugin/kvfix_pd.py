@@ -2,7 +2,10 @@
 
 NIXL's Python binding sets the pause of its progress thread to nothing, so each agent keeps one
 core busy for good; two servers on two cores then wait for each other. A pause of a millisecond
-brings an idle agent to a hundredth of a core. Nothing else of NIXL or vLLM is touched.
+brings an idle agent to a hundredth of a core.
+
+Where vLLM's CPU platform has no attention over a latent KV cache, `kvfix_latent` has. Nothing else
+of NIXL or vLLM is touched.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from nixl_cu12 import _bindings  # not `nixl`, which vLLM has to be the first to import
+from vllm.platforms.cpu import CpuPlatform
 
 _PAUSE_US = 1000
 
@@ -19,6 +23,8 @@ def register() -> None:
     make = _bindings.nixlAgent
     if make.__module__ != __name__:
         _bindings.nixlAgent = _paused(make)
+    choose = _with_latent(CpuPlatform.get_attn_backend_cls)
+    CpuPlatform.get_attn_backend_cls = staticmethod(choose)
 
 
 def _paused(make: Callable[..., object]) -> Callable[..., object]:
@@ -27,3 +33,13 @@ def _paused(make: Callable[..., object]) -> Callable[..., object]:
         return make(name, config)
 
     return agent
+
+
+def _with_latent(choose: Callable[..., str]) -> Callable[..., str]:
+    def chosen(*arguments: object, **options: object) -> str:
+        try:
+            return choose(*arguments, **options)
+        except NotImplementedError:  # as up to 0.27 for a latent cache
+            return "kvfix_latent.LatentBackend"
+
+    return chosen
