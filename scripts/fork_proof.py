@@ -14,11 +14,13 @@ import platform
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from scripts.apply import patched_wheel
 from scripts.branch import branch_name, commit_fixes
+from scripts.edit import replace_text
 from scripts.environment import Environment
 from scripts.export import release_repository
 from scripts.fixes import Fix, Registry
@@ -29,6 +31,7 @@ from scripts.overlay import PACKAGE
 from scripts.patch import Patch
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project
+from scripts.proofs import tests_hash
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.source import release_tree
 from scripts.terminal import err
@@ -36,37 +39,50 @@ from scripts.tree import apply_to_tree
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_version import VERSION_MODULE
 
+Row = dict[str, Any]
+
 # What a build writes about itself.
 _OF_THE_BUILD = {VERSION_MODULE, f"{PACKAGE}/provenance/build.py"}
 
 
 def prove_export(release: str, patches: Sequence[Patch], registry: Registry) -> list[str]:
     """Run all that is said above, write `reports/export-<release>.json`, and return the faults."""
+    path = REPORTS / f"export-{release}.json"
+    report: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
     work = ROOT / ".work"
     work.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="export-", dir=work) as folder:
-        seen = _flips(release, patches, registry, Path(folder, "commits"))
-        differing, same = _build(release, patches, registry, Path(folder, "build"))
-    faults = [fault for row in seen.values() for fault in row["faults"]]
-    faults += [f"the fork's own build: {line}" for line in differing]
-    report = {"commits": seen, "build": {"same_python_files": same, "differing": differing}}
-    path = REPORTS / f"export-{release}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    return faults
+        known, report["commits"] = report.get("commits", {}), {}
+        for name, row in _flips(release, patches, registry, Path(folder, "commits"), known):
+            report["commits"][name] = row
+            replace_text(path, json.dumps(report, indent=2) + "\n")  # so that it can go on
+        report["build"] = _build(release, patches, registry, Path(folder, "build"))
+    replace_text(path, json.dumps(report, indent=2) + "\n")
+    faults = [fault for row in report["commits"].values() for fault in row["faults"]]
+    return faults + [f"the fork's own build: {line}" for line in report["build"]["differing"]]
 
 
 def _flips(
-    release: str, patches: Sequence[Patch], registry: Registry, folder: Path
-) -> dict[str, dict[str, list[str]]]:
+    release: str,
+    patches: Sequence[Patch],
+    registry: Registry,
+    folder: Path,
+    known: Mapping[str, Row],
+) -> Iterator[tuple[str, Row]]:
+    """Yield what was seen at each commit; it is not run again where commit and tests are known."""
     repository = release_repository(release, folder, registry)
     commits, _ = commit_fixes(repository, f"v{release}", patches, registry)
     fixes = [registry.fix(patch.fix_id) for patch in patches]
     environment = Environment(release).make()
     environment.install(environment.stock)
-    seen: dict[str, dict[str, list[str]]] = {}
     for number, commit in enumerate((f"v{release}", *commits)):
         own, following = fixes[number - 1 : number], fixes[number : number + 1]
         name = own[0].id if own else "stock"
+        hashes = [tests_hash(fix) for fix in (*own, *following)]
+        key = " ".join([repository.run("rev-parse", f"{commit}^{{commit}}").strip(), *hashes])
+        if known.get(name, {}).get("key") == key and not known[name]["faults"]:
+            yield name, known[name]
+            continue
         err.print(f"{release}: commit {number} of {len(commits)}, {name} ...")
         outcomes = _run(environment, repository, release, commit, [*own, *following])
         expected = [(_of(fix, outcomes), fix.id, "passed") for fix in own]
@@ -78,15 +94,18 @@ def _flips(
                 if not any(is_of(node, test) for test in spared)
             }
             expected.append((failing, fix.id, "failed"))
-        seen[name] = {
-            "seen": [f"{fix_id}: {len(nodes)} {result}" for nodes, fix_id, result in expected],
-            "faults": [
-                f"commit of {name}: {fault}"
-                for nodes, fix_id, result in expected
-                for fault in _unlike(fix_id, nodes, result)
-            ],
-        }
-    return seen
+        yield (
+            name,
+            {
+                "key": key,
+                "seen": [f"{fix_id}: {len(nodes)} {result}" for nodes, fix_id, result in expected],
+                "faults": [
+                    f"commit of {name}: {fault}"
+                    for nodes, fix_id, result in expected
+                    for fault in _unlike(fix_id, nodes, result)
+                ],
+            },
+        )
 
 
 def _run(
@@ -125,9 +144,7 @@ def _unlike(fix_id: str, outcomes: dict[str, Outcome], result: str) -> Iterator[
             yield f"{node} {outcome.result}, expected {result} ({outcome.message})"
 
 
-def _build(
-    release: str, patches: Sequence[Patch], registry: Registry, folder: Path
-) -> tuple[list[str], int]:
+def _build(release: str, patches: Sequence[Patch], registry: Registry, folder: Path) -> Row:
     """Build the fork, and return how its Python files differ from ours, and how many do not."""
     err.print(f"{release}: the wheel that a fork builds around the official binaries ...")
     shutil.copytree(release_tree(release), folder)
@@ -151,7 +168,8 @@ def _build(
     }
     run([*builder, folder.parent / "built", "."], cwd=folder, env=settings, timeout=3600)
     (built,) = (folder.parent / "built").glob("*.whl")
-    return compare(patched_wheel(release), built)
+    differing, same = compare(patched_wheel(release), built)
+    return {"same_python_files": same, "differing": differing}
 
 
 def compare(ours: Path, theirs: Path) -> tuple[list[str], int]:

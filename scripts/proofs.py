@@ -46,6 +46,12 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
+def tests_hash(fix: Fix) -> str:
+    """Return a hash of the tests of `fix` and of all below tests/ that they import."""
+    digests = map(_sha256_of_file, _test_files(fix.tests))
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
 def proofs(release: str) -> dict[tuple[str, Side], Proof]:
     """Return what is recorded of `release`, by fix and side."""
     path = FOLDER / f"{release}.json"

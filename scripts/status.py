@@ -47,6 +47,7 @@ from scripts.pytest_run import Outcome, run_pytest
 from scripts.series import Series, load_series, releases_by_line
 from scripts.source import read_source
 from scripts.status_page import as_html, as_markdown
+from scripts.stock import Stock, verdict
 from scripts.terminal import entry, err, out
 
 REPORT = REPORTS / "status.json"
@@ -220,21 +221,21 @@ def _reading(fix: Fix, outcomes: dict[str, Outcome]) -> tuple[bool | None, str]:
     """Return whether these outcomes show the defect (None: they show nothing), and a sentence."""
     total = len(outcomes)
     passed = sum(one.result == "passed" for one in outcomes.values())
-    seen = next((one for one in outcomes.values() if one.is_assertion), None)
-    if seen is not None:
-        return True, (
-            f"{total - passed} of {total} tests fail; one at {seen.place}: {seen.message}"
-        )
-    if total and passed == total:
+    said = verdict(fix, outcomes)
+    if said is Stock.PASSES:
         return False, f"all {total} tests pass."
-    other = next((one for one in outcomes.values() if one.result != "passed"), None)
-    if other is None:
+    if said in (Stock.FAILS, Stock.MIXED):
+        seen = next(one for one in outcomes.values() if one.is_assertion)
+        count = f"{total - passed} of {total} tests fail"
+        return True, f"{count}; one at {seen.place}: {seen.message}"
+    others = [one for one in outcomes.values() if one.result != "passed"]
+    if not others:
         return None, f"none of {', '.join(fix.tests)} ran."
-    said = f"{other.place} {other.message}".strip().splitlines()
-    return None, (
-        f"{total - passed} of {total} tests could not run or show no behaviour; one: "
-        f"{other.result}, {said[-1] if said else 'and says nothing'}"
-    )
+    # What keeps a test from running says more than one that fails beside it.
+    one = next((o for o in others if o.result != "failed"), others[0])
+    lines = f"{one.place} {one.message}".strip().splitlines() or ["it says nothing"]
+    count = f"{len(others)} of {total} tests could not run or show no behaviour"
+    return None, f"{count}; one: {one.result}, {lines[-1]}"
 
 
 def _is_current(proof: Proof | None, fix: Fix, release: str, side: Side) -> bool:

@@ -140,7 +140,7 @@ class TestProof:
         record(checkout, "0.19.1", "stock", PASSED)
         assert states(checkout)[0] == "not affected"
 
-    @pytest.mark.parametrize("outcomes", [[RAISED], [ERROR], [PASSED, ERROR], []])
+    @pytest.mark.parametrize("outcomes", [[RAISED], [ERROR], [PASSED, ERROR], [FAILED, ERROR], []])
     def test_needs_a_test_that_ran_and_saw_something(
         self, checkout: Checkout, outcomes: list[dict[str, str]]
     ) -> None:
