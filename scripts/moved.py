@@ -17,6 +17,7 @@ from scripts.errors import GitError
 from scripts.git import Repository
 
 _SIMILAR = 0.5  # below it, what is alike is mostly what all code shares
+_COMMON = 20  # modules that define a name
 _MOST = 3  # places that are named; a person reads them
 
 
@@ -33,7 +34,7 @@ class Definition:
 
     def cut(self, text: str) -> str:
         """Return its lines out of the module's text."""
-        return "".join(text.splitlines(keepends=True)[self.first - 1 : self.last])
+        return "".join(_lines(text)[self.first - 1 : self.last])
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,11 @@ class Place:
 
     def __str__(self) -> str:
         return f"{self.path}{f', {self.name}' if self.name else ''} ({self.share:.0%} of its lines)"
+
+
+@lru_cache(maxsize=512)
+def _lines(text: str) -> list[str]:
+    return text.splitlines(keepends=True)
 
 
 @lru_cache(maxsize=512)
@@ -89,8 +95,7 @@ def where_it_went(
         repository: Where to look.
         revision: In which tree.
     """
-    lines = text.splitlines()
-    wanted = lines if definition is None else lines[definition.first - 1 : definition.last]
+    wanted = _counted(definition.cut(text) if definition else text)
     simple = definition.name.rpartition(".")[2] if definition else ""
     modules = dict(_near(repository, revision, str(PurePosixPath(path).parent)))
     for other in _naming(repository, revision, simple) if simple else ():
@@ -98,16 +103,14 @@ def where_it_went(
             modules[other] = _text(repository, revision, other)
     found: list[tuple[bool, Place]] = []
     for other, there in modules.items():
-        rows = there.splitlines()
         if definition is None:
-            found.append((False, Place(other, "", _share(wanted, rows))))
+            found.append((False, Place(other, "", _share(wanted, _counted(there)))))
             continue
-        for one in definitions(there):
+        for one, lines in _parts(there):
             same = one.name.rpartition(".")[2] == simple
-            share = _share(wanted, rows[one.first - 1 : one.last])
             # A class that holds the function is like it as well; the function says more.
-            if same or one.last - one.first < 2 * len(wanted):
-                found.append((same, Place(other, one.name, share)))
+            if same or lines.total() < 2 * wanted.total():
+                found.append((same, Place(other, one.name, _share(wanted, lines))))
     fitting = [(same, place) for same, place in found if same or place.share >= _SIMILAR]
     fitting.sort(key=lambda pair: (-pair[1].share, not pair[0], pair[1].path, pair[1].name))
     return tuple(place for _, place in fitting[:_MOST])
@@ -133,7 +136,8 @@ def _naming(repository: Repository, revision: str, simple: str) -> tuple[str, ..
     """Return the modules of vLLM that define the name `simple`."""
     named = rf"^\s*(async def|def|class) {simple}\b"
     rows = _grep(repository, "-l", "-E", "-e", named, revision, "--", "vllm/*.py")
-    return tuple(row.partition(":")[2] for row in rows)
+    # A name that is everywhere, such as __init__, leads nowhere.
+    return tuple(row.partition(":")[2] for row in rows) if len(rows) <= _COMMON else ()
 
 
 @lru_cache(maxsize=512)
@@ -150,7 +154,15 @@ def _grep(repository: Repository, *words: str) -> list[str]:
         return []
 
 
-def _share(wanted: list[str], there: list[str]) -> float:
-    mine = Counter(filter(None, map(str.strip, wanted)))
-    common = mine & Counter(map(str.strip, there))
-    return common.total() / mine.total() if mine else 0.0
+@lru_cache(maxsize=512)
+def _parts(text: str) -> tuple[tuple[Definition, Counter[str]], ...]:
+    return tuple((one, _counted(one.cut(text))) for one in definitions(text))
+
+
+def _counted(text: str) -> Counter[str]:
+    return Counter(filter(None, map(str.strip, text.splitlines())))
+
+
+def _share(wanted: Counter[str], there: Counter[str]) -> float:
+    common = sum(min(count, there[line]) for line, count in wanted.items() if line in there)
+    return common / wanted.total() if wanted else 0.0
