@@ -120,15 +120,28 @@ def offered(distribution: str, version: str) -> tuple[OfferedFile, ...]:
                     next_step="find out which is the release's own, and take the other source out "
                     "of the index settings",
                 )
-    if not found and not sources.answers:
-        raise NetworkError(
-            f"no source lists the files of {distribution}:" + _bullets(sources.reasons()),
-            expected="an index that answers",
-            next_step="connect, or correct the index settings of pip or uv, and run it again",
-        )
-    for failure in sources.failures:
-        _warn(f"not every source answered: {failure}")
+    sources.complain(distribution, fatal=not found)
     return tuple(found[name] for name in sorted(found))
+
+
+def published(distribution: str) -> tuple[Version, ...]:
+    """Return the final versions that have a source archive which is not yanked, oldest first.
+
+    Raises:
+        NetworkError: No source answered.
+        UsageError: The user's index settings cannot be understood.
+    """
+    found: set[Version] = set()
+    with _Sources() as sources:
+        for link in sources.links(distribution):
+            try:
+                version = parse_sdist_filename(link.filename)[1]
+            except InvalidSdistFilename:
+                continue
+            if not link.is_yanked and not version.is_prerelease:
+                found.add(version)
+    sources.complain(distribution, fatal=not found)
+    return tuple(sorted(found))
 
 
 def transferred_hash(file: OfferedFile) -> str:
@@ -206,6 +219,21 @@ class _Sources:
     def reasons(self) -> list[str]:
         """Say why nothing was found."""
         return self.failures + self.absent or ["no source of the index settings has it"]
+
+    def complain(self, distribution: str, *, fatal: bool) -> None:
+        """Name the sources that did not answer.
+
+        Raises:
+            NetworkError: It is fatal, and none did.
+        """
+        if fatal and not self.answers:
+            raise NetworkError(
+                f"no source lists the files of {distribution}:" + _bullets(self.reasons()),
+                expected="an index that answers",
+                next_step="connect, or correct the index settings of pip or uv, and run it again",
+            )
+        for failure in self.failures:
+            _warn(f"not every source answered: {failure}")
 
     def links(self, distribution: str) -> Iterator[Link]:
         """Yield every wheel and source archive of `distribution`, yanked ones included."""
