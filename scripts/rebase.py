@@ -5,12 +5,13 @@
     nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix, by its text alone
     nox -s rebase -- --continue             after a conflict, a failed proof, or a kill
     nox -s rebase -- --skip                 leave out the fix that it stopped at
-    nox -s rebase -- --abort                give up; nothing was changed
+    nox -s rebase -- --abort                give up; what tests have shown stays on record
 
-First the tests of every fix run on the stock release: a fix whose tests pass there is not carried.
-The others are merged three ways, one commit each, in a worktree below `.work/rebase/`. Where a
-person has to look it stops there. What was carried is exported into a copy of this repository,
-linted and proven by the regression tests there, and only then put into place here.
+First the tests of every fix run on the stock release, unless they are on record for it: a fix
+whose tests pass there is not carried. The others are merged three ways, one commit each, in a
+worktree below `.work/rebase/`. Where a person has to look it stops there. What was carried is
+exported into a copy of this repository, linted and proven by the regression tests there, and only
+then put into place here.
 
 `--upstream URL-or-path` takes the releases from a clone of vLLM with its tags rather than from the
 pinned sdists; its history then tells which commits name a fix's pull request. The proof is the

@@ -128,6 +128,7 @@ class Checkout:
         *words: str | Path,
         prefix: Sequence[str] = (),
         umask: int = -1,
+        timeout: float = 120,
         preexec_fn: Callable[[], None] | None = None,
         **variables: str,
     ) -> subprocess.CompletedProcess[str]:
@@ -141,7 +142,7 @@ class Checkout:
             check=False,
             umask=umask,
             preexec_fn=preexec_fn,
-            timeout=120,
+            timeout=timeout,
         )
 
 

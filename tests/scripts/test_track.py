@@ -18,6 +18,9 @@ from tests.scripts.repos import git
 STAYS = {**toys.FILES, WORKER: '"""More."""\n' + toys.FILES[WORKER]}
 COLLIDES = {**STAYS, WORKER: STAYS[WORKER].replace("    return x + 9\n", "    return 9 + x\n")}
 
+# Lint and the regression tests run for each release that lands, 10 s of one core.
+pytestmark = pytest.mark.timeout(1200)
+
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
@@ -42,7 +45,7 @@ def offer(index: LocalIndex, release: str, texts: dict[str, str]) -> None:
 def track(checkout: Checkout, index: LocalIndex, code: int) -> list[dict[str, str]]:
     """Run `track`, expect an exit code, and return the verdicts."""
     head, state = git(checkout.folder, "rev-parse", "HEAD"), "## main\n"
-    result = checkout.run("track", PIP_INDEX_URL=index.url)
+    result = checkout.run("track", timeout=600, PIP_INDEX_URL=index.url)
     assert "Traceback" not in result.stderr, result.stderr
     assert result.returncode == code, result.stdout + result.stderr
     assert git(checkout.folder, "rev-parse", "HEAD") == head
