@@ -76,6 +76,12 @@ def track(session: nox.Session) -> None:
 
 
 @nox.session
+def replay(session: nox.Session) -> None:
+    """Carry the fixes to each release as if it were new, and count what comes out."""
+    tool(session, "replay", group="lint")
+
+
+@nox.session
 def lint(session: nox.Session) -> None:
     """Check code, patches, registry, and that every release has what the overlay uses."""
     tool(session, "lint", group="lint")

@@ -2,7 +2,7 @@
 
     nox -s rebase -- 0.22.1                 carry, prove, land
     nox -s rebase -- 0.22.1 --from v0.20    from another line than the nearest
-    nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix, by its text alone
+    nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix; run and write nothing
     nox -s rebase -- --continue             after a conflict, a failed proof, or a kill
     nox -s rebase -- --skip                 leave out the fix that it stopped at
     nox -s rebase -- --abort                give up; what tests have shown stays on record
@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import ast
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -42,7 +43,7 @@ from scripts.lock import locked_release
 from scripts.project import ROOT
 from scripts.rebase_state import STATE, WORK, Phase, Result, State, load_state
 from scripts.series import Series, load_series, releases_by_line
-from scripts.stock import Stock, ask_stock
+from scripts.stock import Stock, ask_stock, on_record
 from scripts.terminal import entry, err, out
 from scripts.threeway import Carried, How, Source, Status, carry
 from scripts.upstream import Upstream, upstream
@@ -82,8 +83,12 @@ def main() -> None:
         elif options.dry_run:
             release = _release(options.release)
             line, source = nearest(release, options.line)
-            results = try_all(upstream(options.upstream), load_series(line), source, release)
-            out.print(table(release, results))
+            registry = load_registry()
+            said = on_record(release, list(registry.fixes.values()))
+            trial = try_all(
+                upstream(options.upstream), load_series(line), source, release, registry, said
+            )
+            out.print(table(release, trial.results))
         else:
             start(_release(options.release), options.line, options.upstream)
 
@@ -354,12 +359,35 @@ def _stop(state: State, result: Result, one: Carried) -> None:
     )
 
 
-def try_all(releases: Upstream, series: Series, source: str, release: str) -> list[Result]:
-    """Return what would become of each patch of `series` on `release`, by text alone.
+@dataclass(frozen=True)
+class Trial:
+    """What would become of each patch, and the new texts, by path, of all that were carried."""
 
-    A fix that needs a person counts as left out for those after it. Nothing is written.
+    results: list[Result]
+    texts: dict[str, str]
+
+
+def try_all(
+    releases: Upstream,
+    series: Series,
+    source: str,
+    release: str,
+    registry: Registry,
+    said: Mapping[str, Stock],
+) -> Trial:
+    """Return what would become of each patch of `series` on `release`; nothing is written.
+
+    A fix that needs a person counts as left out for those after it.
+
+    Args:
+        releases: Where both releases are.
+        series: The line that is carried.
+        source: The release that its patches are exported from.
+        release: The release that they are carried to.
+        registry: What is known of the fixes.
+        said: What tests have said of the stock release, by fix.
     """
-    registry, repository = load_registry(), releases.repository
+    repository = releases.repository
     stock, target = releases.tag(source), releases.tag(release)
     texts: dict[str, str] = {}
     before = Source(lambda path: repository.read(stock, path) or "")
@@ -374,16 +402,17 @@ def try_all(releases: Upstream, series: Series, source: str, release: str) -> li
 
     for patch in series.patches:
         fix = registry.fix(patch.fix_id)
-        result = without_carrying(fix, release, Stock.NOT_RUN)
+        result = without_carrying(fix, release, said[fix.id])
         if result is None:
             one = carry(patch, before.before(patch), ours, repository, target)
             hints = (*_mentions(releases, fix, source, release), *_remarks(one))
-            result = Result(fix.id, one.status, Stock.NOT_RUN, hints)
-            if not one.status.stops:
+            status = Status.PARTLY if said[fix.id] is Stock.MIXED else one.status
+            result = Result(fix.id, status, said[fix.id], hints)
+            if not status.stops:
                 texts |= one.texts
         before.add(patch, carried=result.status in _IN_TREE)
         results.append(result)
-    return results
+    return Trial(results, texts)
 
 
 _IN_TREE = (Status.CARRIED, Status.OFFSETS, Status.MERGED, Status.RESOLVED)
