@@ -98,9 +98,8 @@ def where_it_went(
     wanted = _counted(definition.cut(text) if definition else text)
     simple = definition.name.rpartition(".")[2] if definition else ""
     modules = dict(_near(repository, revision, str(PurePosixPath(path).parent)))
-    for other in _naming(repository, revision, simple) if simple else ():
-        if other not in modules:
-            modules[other] = _text(repository, revision, other)
+    if simple:
+        modules |= _naming(repository, revision, simple)
     found: list[tuple[bool, Place]] = []
     for other, there in modules.items():
         if definition is None:
@@ -122,27 +121,27 @@ def _near(repository: Repository, revision: str, folder: str) -> dict[str, str]:
     near = PurePosixPath(folder)
     while not repository.run("ls-tree", revision, "--", str(near)) and near.parent != near:
         near = near.parent
-    # Every line, with its path: one process for all modules.
-    rows = _grep(repository, "-z", "-e", "", revision, "--", f"{near.parent}/*.py")
-    texts: dict[str, list[str]] = {}
-    for row in rows:
-        path, _, line = row.partition("\0")
-        texts.setdefault(path.partition(":")[2], []).append(line)
-    return {path: "\n".join(lines) + "\n" for path, lines in texts.items()}
+    return _texts(repository, revision, f"{near.parent}/*.py")
 
 
 @lru_cache(maxsize=512)
-def _naming(repository: Repository, revision: str, simple: str) -> tuple[str, ...]:
+def _naming(repository: Repository, revision: str, simple: str) -> dict[str, str]:
     """Return the modules of vLLM that define the name `simple`."""
     named = rf"^\s*(async def|def|class) {simple}\b"
     rows = _grep(repository, "-l", "-E", "-e", named, revision, "--", "vllm/*.py")
     # A name that is everywhere, such as __init__, leads nowhere.
-    return tuple(row.partition(":")[2] for row in rows) if len(rows) <= _COMMON else ()
+    if not 0 < len(rows) <= _COMMON:
+        return {}
+    return _texts(repository, revision, *(row.partition(":")[2] for row in rows))
 
 
-@lru_cache(maxsize=512)
-def _text(repository: Repository, revision: str, path: str) -> str:
-    return repository.read(revision, path) or ""
+def _texts(repository: Repository, revision: str, *paths: str) -> dict[str, str]:
+    """Return the text of each module that `paths`, or patterns, name: one process for all."""
+    texts: dict[str, list[str]] = {}
+    for row in _grep(repository, "-z", "-e", "", revision, "--", *paths):  # every line
+        path, _, line = row.partition("\0")
+        texts.setdefault(path.partition(":")[2], []).append(line)
+    return {path: "\n".join(lines) + "\n" for path, lines in texts.items()}
 
 
 def _grep(repository: Repository, *words: str) -> list[str]:

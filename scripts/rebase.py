@@ -277,12 +277,14 @@ def _go_on(state: State) -> None:
 def _carry_all(state: State, series: Series, registry: Registry, repository: Repository) -> None:
     source = Source(lambda path: repository.read(f"v{state.source}", path) or "")
     carried, releases = commits_by_fix(repository), upstream(state.origin)
-    for number, patch in enumerate(series.patches):
-        if number < len(state.results):
+    done = {result.fix for result in state.results}
+    for patch in series.patches:
+        if patch.fix_id in done:
             source.add(patch, carried=patch.fix_id in carried)
             continue
         fix = registry.fix(patch.fix_id)
-        result = without_carrying(fix, state.release, state.stock[fix.id])
+        stock = state.stock.get(fix.id, Stock.NOT_RUN)  # none for a fix that is new since then
+        result = without_carrying(fix, state.release, stock)
         if result is None:
             one = carry(
                 patch,
@@ -292,8 +294,8 @@ def _carry_all(state: State, series: Series, registry: Registry, repository: Rep
                 f"v{state.release}",
             )
             hints = (*_mentions(releases, fix, state.source, state.release), *_remarks(one))
-            result = Result(fix.id, one.status, state.stock[fix.id], hints)
-            if state.stock[fix.id] is Stock.MIXED:
+            result = Result(fix.id, one.status, stock, hints)
+            if stock is Stock.MIXED:
                 hints = (f"by its text: {one.status.value}", *hints)
                 result = Result(fix.id, Status.PARTLY, Stock.MIXED, hints)
             if result.status.stops:
