@@ -308,6 +308,12 @@ def _carry_all(state: State, series: Series, registry: Registry, repository: Rep
         state.results.append(result)
         state.save()
         err.print(f"{fix.id}: {result.status.value}", markup=False)
+    # Lint would name a fix that is open and has no patch; the table should, before it.
+    state.results += [
+        Result(fix_id, Status.UNCARRIED, stock)
+        for fix_id, stock in state.stock.items()
+        if fix_id not in series.fix_ids and stock in (Stock.FAILS, Stock.MIXED)
+    ]
 
 
 def _in_worktree(path: str) -> str | None:

@@ -12,8 +12,8 @@ from scripts.lock import load_lock
 from scripts.patch import read_patch
 from scripts.project import read_toml
 from tests.scripts import toys
-from tests.scripts.carrying import WORKER, carrying, change, copied, release
-from tests.scripts.checkouts import Checkout
+from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
+from tests.scripts.checkouts import Checkout, registry_text
 from tests.scripts.repos import commit, git
 
 STAYS = {**toys.FILES, WORKER: '"""More."""\n' + toys.FILES[WORKER]}
@@ -180,6 +180,20 @@ def test_a_fix_that_is_left_out_while_it_is_open_does_not_land(checkout: Checkou
     assert contents(checkout) == before
     assert not (checkout.folder / ".work" / "rebase").exists()
     assert "no rebase to go on with" in rebase(checkout, "--continue", code=2)
+
+
+def test_a_defect_that_the_line_has_no_patch_for_is_named(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", STAYS)
+    new = toys.registry(*REGISTRY.fixes.values(), toys.fix("3", applies_to=">=0.21.0"))
+    (checkout.patches / "fixes.toml").write_text(registry_text(new), encoding="utf-8")
+    path = checkout.folder / "tests/regressions/test_1.py"
+    path.with_name("test_3.py").write_text(path.read_text().replace("work2", "work4"))
+    change(checkout.folder / "CHANGELOG.md", "- 2: that", "- 2: that\n- 3: more")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    said = rebase(checkout, "0.21.0", code=30)
+    assert "no patch to carry" in said
+    assert "fix 3 applies to 0.21.0 and has no patch" in said
+    assert releases(checkout) == ["0.20.2"]
 
 
 def test_a_file_that_is_gone_is_said_to_be_and_where_it_went(checkout: Checkout) -> None:
