@@ -7,7 +7,8 @@
     nox -s upstream_tests -- 0.20.2 --affected   every test file that imports what we change
     nox -s upstream_tests -- 0.20.2 --resume     go on after Ctrl-C
 
-The report goes to reports/, or below .work/ for anything but the recommended tests.
+It also runs the tests that later releases have for our fixes (fixes.toml, forward-test). The
+report goes to reports/, or below .work/ for anything but the recommended tests.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from dataclasses import replace
 
 from packaging.version import InvalidVersion, Version
 
-from scripts import upstream_report
+from scripts import forward_tests, upstream_forward, upstream_report
 from scripts.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.errors import CheckFailedError, UsageError
 from scripts.fixes import load_registry
+from scripts.forward_tests import ForwardTest, owner
 from scripts.lock import locked_release
 from scripts.project import REPORTS, project
 from scripts.series import Series, load_series
@@ -61,7 +63,7 @@ def main() -> None:
     if report.faults:
         raise CheckFailedError(
             f"{len(report.faults)} faults",
-            expected="what passes on stock passes on patched, but for what fixes.toml names",
+            expected="what passes on stock passes on patched, and later tests tell the two apart",
             next_step=f"nox -s upstream_tests -- {release} -k NAME runs one test on both sides",
         )
 
@@ -84,9 +86,13 @@ def _report(options: argparse.Namespace, release: str) -> Report:
         )
     err.print(f"{release}: laying out wheels and tests for {' and '.join(wheels)} ...")
     sides = [Side(name, wheel, environment).prepare() for name, wheel in wheels.items()]
+    later: dict[str, ForwardTest] = {}
+    if selection == _RECOMMENDED:
+        for side in sides:
+            later = forward_tests.write(release, registry, side.folder / "tests")
     names = named(registry.fixes.values(), release, patched.fix_ids if patched else ())
     try:
-        outcomes, changes = _run(options, sides, files, names)
+        outcomes, changes = _run(options, sides, files, later, names)
     except KeyboardInterrupt:
         err.print("[bold]Interrupted.[/] What was done is kept: the same command and --resume")
         sys.exit(128 + signal.SIGINT)
@@ -94,6 +100,7 @@ def _report(options: argparse.Namespace, release: str) -> Report:
     found = list(unproven(files, outcomes["stock"])) if whole else []
     if patched:
         found += faults(changes, names, whole=whole)
+        found += upstream_forward.faults(later, outcomes, whole=whole)
     return Report(
         release=release,
         selection=selection + (f", -k {options.expression!r}" if options.expression else ""),
@@ -103,6 +110,7 @@ def _report(options: argparse.Namespace, release: str) -> Report:
         outcomes=outcomes,
         changes=changes,
         names=names,
+        forward=upstream_forward.verdicts(later, outcomes),
         faults=tuple(found),
     )
 
@@ -176,6 +184,7 @@ def _run(
     options: argparse.Namespace,
     sides: Sequence[Side],
     files: Sequence[str],
+    later: dict[str, ForwardTest],
     names: Collection[str],
 ) -> tuple[dict[str, Outcomes], dict[str, Change]]:
     """Run everything on all sides, and what differs again.
@@ -188,9 +197,13 @@ def _run(
             side.forget()
     files = list(files)
     if options.expression:
-        files = _matching(options.expression, sides[0], files)
+        files, later = _matching(options.expression, sides[0], files, later)
     expression = options.expression or _without_left_out(options)
     jobs = [Job(batch, expression) for batch in batches(sides[0].folder, files)]
+    by_file: dict[str, list[str]] = {}
+    for test in later:
+        by_file.setdefault(test.partition("::")[0], []).append(test)
+    jobs += [Job(tuple(tests), options.expression) for tests in by_file.values()]
     results = run_jobs(sides, jobs, resume=options.resume)
     outcomes = {
         side: {test: one for found in by_job.values() for test, one in found.items()}
@@ -198,7 +211,11 @@ def _run(
     }
     if len(sides) == 1:
         return outcomes, {}
-    changes = compare(outcomes["stock"], outcomes["patched"])
+    own = {
+        side: {test: one for test, one in of_side.items() if owner(test, later) is None}
+        for side, of_side in outcomes.items()
+    }
+    changes = compare(own["stock"], own["patched"])
     _settle(changes, sides, jobs, names, resume=options.resume)
     return outcomes, changes
 
@@ -209,10 +226,12 @@ def _without_left_out(options: argparse.Namespace) -> str:
     return f"not ({' or '.join(LEFT_OUT)})" if whole else ""
 
 
-def _matching(expression: str, side: Side, files: list[str]) -> list[str]:
-    """Return the files that have a test which `expression` selects."""
+def _matching(
+    expression: str, side: Side, files: list[str], later: dict[str, ForwardTest]
+) -> tuple[list[str], dict[str, ForwardTest]]:
+    """Return the files, and the tests of later releases, that `expression` selects."""
     err.print(f"collecting -k {expression!r} ...", markup=False)
-    chosen = side.collect(Job(tuple(files), expression))
+    chosen = side.collect(Job((*files, *later), expression))
     if not chosen:
         raise UsageError(
             f"no test is called {expression}",
@@ -220,7 +239,11 @@ def _matching(expression: str, side: Side, files: list[str]) -> list[str]:
             next_step="leave -k out, or add the path of a file",
         )
     wanted = Job(tuple(chosen)).files
-    return [file for file in files if file in wanted]
+    ids = {*chosen, *(test.partition("[")[0] for test in chosen)}
+    return (
+        [file for file in files if file in wanted],
+        {test: one for test, one in later.items() if test in ids},
+    )
 
 
 def _settle(

@@ -11,9 +11,10 @@ import os
 import sys
 from pathlib import Path
 
-from scripts import upstream_selection, upstream_side, upstream_tests
+from scripts import forward_tests, upstream_selection, upstream_side, upstream_tests
 from scripts.environment import Environment
 from scripts.fixes import Registry, UpstreamTest
+from scripts.forward_tests import ForwardTest
 from scripts.terminal import entry
 from tests.scripts import toys, wheels
 
@@ -138,6 +139,17 @@ def test_slow():
 """
 
 
+LATER = """
+import vllm
+
+def test_discriminates():
+    assert vllm.VALUE == 2
+
+def test_proves_nothing():
+    pass
+"""
+
+
 class ToyEnvironment(Environment):
     """This interpreter in place of an environment with vLLM; the real installation of a wheel."""
 
@@ -178,6 +190,16 @@ def _registry() -> Registry:
     return toys.registry(toys.fix("39907", upstream_tests=names), toys.fix("K00"))
 
 
+def _later(release: str, registry: Registry, folder: Path) -> dict[str, ForwardTest]:
+    path = folder.parent / UNIT / "test_later.py"
+    path.write_text(LATER)
+    test = f"{UNIT}/test_later.py"
+    return {
+        f"{test}::test_discriminates": ForwardTest("39907", "0.22.0", "tests/x.py::y", True, ""),
+        f"{test}::test_proves_nothing": ForwardTest("K00", "0.22.0", "tests/x.py::z", False, "old"),
+    }
+
+
 if __name__ == "__main__":
     FOLDER = Path(sys.argv.pop(1))
     of_side = {
@@ -197,6 +219,7 @@ if __name__ == "__main__":
     for module, replaced in (
         (upstream_side, of_side),
         (upstream_tests, of_session),
+        (forward_tests, {"write": _later}),
         (upstream_selection, {"_BATCH": 1}),  # each file has its own process
     ):
         for name, value in replaced.items():
