@@ -29,7 +29,7 @@ from scripts.digest import sha256
 from scripts.environment import Environment
 from scripts.errors import CheckFailedError, UsageError
 from scripts.model_cache import write_models
-from scripts.proc import run
+from scripts.proc import CommandError, run
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
 from scripts.source import release_tree
@@ -38,6 +38,7 @@ WORK = ROOT / ".work" / "upstream"
 PLUGIN = ROOT / "tests" / "vllm_cpu.py"
 LIMIT = 120.0  # seconds for one test
 _GRACE = 60.0  # seconds more without a word from pytest, after which it is past saving
+_START = 900.0  # seconds until the first word: vLLM is imported, on a busy machine and uncompiled
 _ENDED_WELL = (0, 1, 5)  # exit codes of pytest: all passed, some failed, none selected
 _LIVES = 4  # processes for one job, where the interpreter dies
 
@@ -198,29 +199,39 @@ class Side:
         Raises:
             InterruptedError: `stop` was set.
         """
-        outcomes: Outcomes = {}
-        tests = job.tests
-        for _ in range(_LIVES):
-            code = self._run_once(tests, job.expression, outcomes, stop, on_test)
-            if code in _ENDED_WELL:
-                break
-            rest = [test for test in self.collect(job) if test not in outcomes]
-            if not rest:
-                outcomes[tests[0]] = Outcome("error", "", f"{_death(code)} outside of any test")
-                break
-            outcomes[rest[0]] = Outcome("failed", "", f"{_death(code)} in this test")
-            tests = tuple(rest[1:])
-            if not tests:
-                break
-        else:
-            reason = f"not run: the interpreter died {_LIVES} times in this job"
-            outcomes.update((test, Outcome("error", "", reason)) for test in tests)
+        outcomes = self._outcomes(job, stop, on_test)
         record = self._record(job)
         record.parent.mkdir(exist_ok=True)
         with replacing(record) as file:
             document = {test: asdict(outcome) for test, outcome in outcomes.items()}
             file.write(json.dumps(document).encode())
         return outcomes
+
+    def _outcomes(
+        self, job: Job, stop: threading.Event, on_test: Callable[[int], None]
+    ) -> Outcomes:
+        outcomes: Outcomes = {}
+        tests = job.tests
+        for _ in range(_LIVES):
+            code = self._run_once(tests, job.expression, outcomes, stop, on_test)
+            if code in _ENDED_WELL:
+                return outcomes
+            known = self.collect(job)
+            rest = [test for test in known if test not in outcomes]
+            if not known and len(job.files) > 1:  # one of the files is past importing
+                for file in job.files:
+                    own = tuple(test for test in job.tests if test.partition("::")[0] == file)
+                    outcomes |= self._outcomes(Job(own, job.expression), stop, on_test)
+                return outcomes
+            if not rest:
+                outcomes[tests[0]] = Outcome("error", "", f"{_death(code)} outside of any test")
+                return outcomes
+            outcomes[rest[0]] = Outcome("failed", "", f"{_death(code)} in this test")
+            tests = tuple(rest[1:])
+            if not tests:
+                return outcomes
+        reason = f"not run: the interpreter died {_LIVES} times in this job"
+        return outcomes | {test: Outcome("error", "", reason) for test in tests}
 
     def _run_once(
         self,
@@ -246,7 +257,7 @@ class Side:
                     start_new_session=True,
                 )
                 try:
-                    code = _wait(process, log, LIMIT + _GRACE, stop, on_test)
+                    code = _wait(process, log, stop, on_test)
                 finally:
                     _kill_group(process)
             if log.is_file():
@@ -254,12 +265,20 @@ class Side:
         return code
 
     def collect(self, job: Job) -> list[str]:
-        """Return the node ids of a job in the order in which they are run."""
+        """Return the node ids of a job in the order in which they are run; none if it crashes."""
         words = ["--collect-only", *(["-k", job.expression] if job.expression else []), *job.tests]
-        result = run(
-            self._pytest(*words), cwd=self.folder, env=self._variables(), check=False, timeout=300
-        )
-        return [line for line in result.stdout.splitlines() if "::" in line and " " not in line[:1]]
+        try:
+            result = run(
+                self._pytest(*words),
+                cwd=self.folder,
+                env=self._variables(),
+                check=False,
+                timeout=_START,
+            )
+        except CommandError:  # the time is up
+            return []
+        starts = tuple(f"{file}::" for file in job.files)
+        return [line for line in result.stdout.splitlines() if line.startswith(starts)]
 
     def _pytest(self, *words: str) -> list[str]:
         return [
@@ -272,7 +291,6 @@ class Side:
 def _wait(
     process: subprocess.Popen[bytes],
     log: Path,
-    stall: float,
     stop: threading.Event,
     on_test: Callable[[int], None],
 ) -> int:
@@ -287,7 +305,7 @@ def _wait(
             ended, heard = now, time.monotonic()
         if code is not None:
             return code
-        if time.monotonic() - heard > stall:
+        if time.monotonic() - heard > (LIMIT + _GRACE if ended else _START):
             return -signal.SIGKILL
         if stop.wait(0.3):
             raise InterruptedError

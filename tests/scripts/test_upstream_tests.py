@@ -138,6 +138,16 @@ def test_a_crash_costs_the_test_in_which_it_happens(tmp_path: Path) -> None:
     }
 
 
+def test_a_file_that_kills_the_interpreter_costs_that_file(tmp_path: Path) -> None:
+    good = "def test_good():\n    pass\n"
+    tree(tmp_path, after=good, deadly=upstream_toys.DEADLY, before=good)
+    result = run(tmp_path, "0.22.0", UNIT)
+    assert result.returncode == 0, result.stderr
+    assert "test_after.py and 2 more: 1 error, 2 passed" in result.stderr  # in one process
+    (note,) = report(tmp_path, "work/0.22.0", "0.22.0")["notable"].values()
+    assert note["said"] == "the interpreter ended with 7 outside of any test"
+
+
 def test_a_hang_is_cut_at_its_limit(tmp_path: Path) -> None:
     tree(tmp_path, hang=upstream_toys.HANG, later="def test_runs():\n    pass\n")
     result = run(tmp_path, "0.22.0", UNIT)
@@ -148,7 +158,8 @@ def test_a_hang_is_cut_at_its_limit(tmp_path: Path) -> None:
 
 
 def test_what_was_done_survives_an_interrupt(tmp_path: Path) -> None:
-    tree(tmp_path, quick="def test_quick():\n    pass\n", slow=upstream_toys.SLOW)
+    quick = "def test_quick():\n    pass\n" + 120 * "#"  # too long to share a process
+    tree(tmp_path, quick=quick, slow=upstream_toys.SLOW)
     with subprocess.Popen(
         command(tmp_path, "0.22.0", UNIT),
         cwd=ROOT,

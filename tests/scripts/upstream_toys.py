@@ -131,6 +131,11 @@ def test_last():
     pass
 """
 
+DEADLY = """
+import os
+os._exit(7)
+"""
+
 SLOW = """
 import time
 
@@ -206,6 +211,7 @@ if __name__ == "__main__":
         "WORK": FOLDER / "work",
         "LIMIT": float(os.environ.get("TOY_LIMIT", "3")),
         "_GRACE": 4.0,
+        "_START": 60.0,
         "release_tree": lambda _: FOLDER / "tree",
     }
     of_session = {
@@ -220,7 +226,7 @@ if __name__ == "__main__":
         (upstream_side, of_side),
         (upstream_tests, of_session),
         (forward_tests, {"write": _later}),
-        (upstream_selection, {"_BATCH": 1}),  # each file has its own process
+        (upstream_selection, {"_BATCH": 120}),  # bytes
     ):
         for name, value in replaced.items():
             setattr(module, name, value)
