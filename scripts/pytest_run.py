@@ -15,7 +15,8 @@ from scripts.proc import run
 from scripts.project import ROOT
 
 PLUGIN = "tests.vllm_cpu"
-_WHOLE_RUN = (0, 1)  # exit codes of pytest when all that was collected has run
+WHOLE_RUN = (0, 1)
+"""Exit codes of pytest when all that was collected has run."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ def run_pytest(
         words = [*options, *(str(ROOT / path) for path in paths)]
         result = start_pytest(environment, words, shadow=shadow, timeout=timeout)
         outcomes = outcomes_of(log) if log.is_file() else {}
-    if result.returncode not in _WHOLE_RUN or not outcomes:
+    if result.returncode not in WHOLE_RUN or not outcomes:
         said = (result.stdout + result.stderr).strip()[-2000:]
         message = f"pytest ended with {result.returncode}: {said}"
         outcomes.update((path, Outcome("error", "", message)) for path in paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.pd.machine import free_ports
 from tests.pd.server import Server
 
 Params = dict[str, Any]
@@ -30,3 +31,13 @@ def prefill(server: Server, prompt: object) -> Params:
     params: Params = answer["kv_transfer_params"]
     assert params["do_remote_prefill"] is True, params
     return params
+
+
+def gone_p(params: Params, name: str) -> Params:
+    """Return `params` as of an engine `name` that D has never met, at a port where nobody is."""
+    return {**params, "remote_engine_id": f"gone-{name}", "remote_port": free_ports(1)[0]}
+
+
+def lying_p(params: Params, name: str) -> Params:
+    """Return `params` of an engine `name` at an address where another one answers."""
+    return {**params, "remote_engine_id": f"another-{name}"}

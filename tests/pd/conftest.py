@@ -8,8 +8,8 @@ What a test module takes:
 - `pd`: the deployment that all tests share. When a test gets it, P and D are up and P holds no
   block; it may do with them what it likes, including kill them.
 - `plain`: the greedy tokens of a plain server of the stock wheel, for each of `PROMPTS`.
-- `prompts`: an iterator over `PROMPTS` that no test has used, since a prompt that P or D has in
-  its prefix cache is not fetched.
+- `prompts`: an endless iterator over `PROMPTS`. Take each prompt from it: when one comes again, no
+  server has it in its prefix cache any more.
 - `note`: `note(name=value)` puts a measured figure into the report.
 
 A test that shows defects names their fixes: `@pytest.mark.shows("41269", "K05")`. It has to fail on
@@ -20,8 +20,11 @@ a test out of the stock side.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from itertools import cycle
 from pathlib import Path
 
 import pytest
@@ -109,17 +112,28 @@ def start(side: Side, model: Path, logs: Callable[[str], Path]) -> Iterator[Star
 
 
 @pytest.fixture(scope="session")
-def plain(sides: dict[str, Side], model: Path, logs: Callable[[str], Path]) -> dict[str, list[int]]:
-    with Server(sides["stock"], "plain", model, logs("plain")) as server:
-        server.wait_ready()
-        asked = body(list(PROMPTS), TOKENS)
-        answer = server.post("/v1/completions", asked, timeout=600.0).raise_for_status().json()
-    return dict(zip(PROMPTS, tokens_of(answer), strict=True))
+def plain(
+    pytestconfig: pytest.Config, sides: dict[str, Side], model: Path, logs: Callable[[str], Path]
+) -> dict[str, list[int]]:
+    """Ask a plain server of the stock wheel; a later run with the same inputs reads its answers."""
+    stock = sides["stock"]
+    given = [stock.wheel, (model / "model.safetensors").read_bytes().hex(), *PROMPTS]
+    key = hashlib.sha256("\n".join(given).encode()).hexdigest()
+    kept: Path = pytestconfig.option.pd_work / f"plain-{key[:16]}.json"
+    if not kept.is_file():
+        with Server(stock, "plain", model, logs("plain")) as server:
+            server.wait_ready()
+            asked = body(list(PROMPTS), TOKENS)
+            answer = server.post("/v1/completions", asked, timeout=600.0).raise_for_status()
+        part = kept.with_suffix(".part")
+        part.write_text(json.dumps(tokens_of(answer.json())))
+        part.replace(kept)
+    return dict(zip(PROMPTS, json.loads(kept.read_text()), strict=True))
 
 
 @pytest.fixture(scope="session")
 def prompts() -> Iterator[str]:
-    return iter(PROMPTS)
+    return cycle(PROMPTS)
 
 
 @pytest.fixture(scope="session")

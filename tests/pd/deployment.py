@@ -6,10 +6,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.pd.client import body, tokens_of
+from tests.pd.client import Params, body, prefill
 from tests.pd.server import Server, Side
 
-LEASE_S = 60
+LEASE_S = 30
 """VLLM_NIXL_ABORT_REQUEST_TIMEOUT of P: after this many seconds stock frees what nobody fetched."""
 
 TOKENS = 12
@@ -25,7 +25,10 @@ Start = Callable[..., Server]
 
 
 class Deployment:
-    """One P and one D; `ready` brings back whichever a test has broken."""
+    """One P and one D; `ready` brings back whichever a test has broken.
+
+    D has no prefix cache, so whatever it does not compute has come from P.
+    """
 
     def __init__(self, side: Side, model: Path, logs: Callable[[str], Path]) -> None:
         self._side, self._model, self._logs = side, model, logs
@@ -56,7 +59,7 @@ class Deployment:
             time.sleep(0.5)
         return self
 
-    def restart(self, name: str, core: int) -> None:
+    def restart(self, name: str, core: int, port: int = 0, side_port: int = 0) -> None:
         """Start one of the two anew; does not wait for it."""
         if name in self._servers:
             self._servers.pop(name).stop()
@@ -66,31 +69,41 @@ class Deployment:
             self._model,
             self._logs(name),
             transfer={},
+            arguments=("--no-enable-prefix-caching",) if name == "D" else (),
             environment={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(LEASE_S)},
             core=core,
+            port=port,
+            side_port=side_port,
         )
 
-    def decode(self, prompt: str, params: dict[str, object] | None, **more: object) -> list[int]:
-        """Have D go on with `prompt` after P, and return its tokens."""
-        asked = body(prompt, TOKENS, kv_transfer_params=params, **more)
-        answer = self.d.post("/v1/completions", asked)
-        assert answer.status_code == 200, (answer.status_code, answer.text, self.d.tail())
-        return tokens_of(answer.json())[0]
+    def restart_p_in_place(self) -> None:
+        """Start P anew where the old one was, as a supervisor does, and wait for it."""
+        self.restart("P", 0, port=self.p.port, side_port=self.p.side_port)
+        self.p.wait_ready()
 
-    def released(self, patience: float = 1.0) -> float | None:
-        """Return after how many seconds P held no block any more; None if it still does.
+    def stale(self) -> Params:
+        """Return what P once answered for a prompt like those of `PROMPTS`; D has fetched it."""
+        prompt = PROMPTS[0].replace("000", "old")
+        params = prefill(self.p, prompt)
+        self.d.post("/v1/completions", body(prompt, 1, kv_transfer_params=params))
+        return params
+
+    def released(self, patience: float = 1.0, *, down_to: int = 0) -> float | None:
+        """Return after how many seconds P held its blocks no more; None if it still does.
 
         Args:
-            patience: Seconds to go on asking. The last question may be answered later than that,
-                which counts against P, not for it.
+            down_to: How many blocks it may hold.
+            patience: Seconds to go on asking. The last question is put after them: what counts is
+                what P held then, not how long a busy machine takes to answer.
         """
         begin = time.monotonic()
         while True:
+            asked = time.monotonic() - begin
             held = self.p.blocks_held()
             took = time.monotonic() - begin
-            if not held:
+            if held <= down_to:
                 return took
-            if took > patience:
+            if asked > patience:
                 return None
             time.sleep(0.02)
 

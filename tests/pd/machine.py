@@ -7,9 +7,9 @@ import signal
 import socket
 import subprocess
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
-
-_FROZEN_S = 5.0
+from pathlib import Path
 
 
 def cores(first: int, count: int = 1) -> str:
@@ -32,44 +32,66 @@ def free_ports(count: int) -> list[int]:
         return [one.getsockname()[1] for one in sockets]
 
 
-def end_group(leader: subprocess.Popen[bytes], patience: float) -> None:
-    """End every process of the group that `leader` started, politely first.
+class Group:
+    """A program and all that it starts, as a process group whose end is certain.
 
-    Args:
-        leader: The first process of its own session.
-        patience: Seconds to end by themselves.
+    A small shell leads the group. It kills it when the program ends, and when the process that
+    made this object is gone, however that came about.
     """
-    deadline = time.monotonic() + patience
-    _signal(leader, signal.SIGCONT)
-    _signal(leader, signal.SIGTERM)
-    while _lives(leader) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    kill_group(leader)
 
+    # Runs its words; when they end, or its standard input does, all of the group is killed.
+    _LEADER = '("$@" </dev/null; kill -KILL 0) & read _; kill -KILL 0'
 
-def kill_group(leader: subprocess.Popen[bytes]) -> None:
-    """Kill every process of the group at once, as the kernel does when memory runs out."""
-    deadline = time.monotonic() + _FROZEN_S
-    _signal(leader, signal.SIGKILL)
-    while _lives(leader) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    leader.wait()
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        """Start `words` with `environment` over this process's own; `log` is made anew."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("wb") as file:
+            self._leader = subprocess.Popen(
+                ["/bin/sh", "-c", self._LEADER, "sh", *words],
+                cwd=log.parent,
+                env={**os.environ, **environment},
+                stdin=subprocess.PIPE,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
 
+    @property
+    def alive(self) -> bool:
+        """Whether the program has not ended."""
+        return self._leader.poll() is None
 
-def freeze_group(leader: subprocess.Popen[bytes]) -> None:
-    """Stop every process of the group where it is: the host hangs, its connections stay up."""
-    _signal(leader, signal.SIGSTOP)
+    def stop(self, patience: float = 10.0) -> None:
+        """Ask the group to end, and kill what has not ended after `patience` seconds."""
+        deadline = time.monotonic() + patience
+        self._signal(signal.SIGCONT)
+        self._signal(signal.SIGTERM)
+        while self._lives() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self.kill()
 
+    def kill(self) -> None:
+        """Kill all of the group at once, as the kernel does when memory runs out."""
+        deadline = time.monotonic() + 5.0
+        self._signal(signal.SIGKILL)
+        while self._lives() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        self._leader.wait()
+        if self._leader.stdin is not None:
+            self._leader.stdin.close()
 
-def _signal(leader: subprocess.Popen[bytes], number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(leader.pid, number)
+    def freeze(self) -> None:
+        """Stop all of the group where it is: a host that hangs, with its connections open."""
+        self._signal(signal.SIGSTOP)
 
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._leader.pid, number)
 
-def _lives(leader: subprocess.Popen[bytes]) -> bool:
-    leader.poll()
-    try:
-        os.killpg(leader.pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+    def _lives(self) -> bool:
+        self._leader.poll()
+        try:
+            os.killpg(self._leader.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True

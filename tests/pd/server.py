@@ -1,11 +1,8 @@
 """One vLLM server on the loopback interface, as a process group of its own.
 
-    with Server(side, "P", model, log) as server:
-        server.wait_ready()
-        answer = server.post("/v1/completions", {...})
-
-Its end is certain: a small shell leads the group and kills it when the process that started it is
-gone, however that came about.
+with Server(side, "P", model, log) as server:
+    server.wait_ready()
+    answer = server.post("/v1/completions", {...})
 """
 
 from __future__ import annotations
@@ -13,7 +10,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -23,7 +19,7 @@ from types import TracebackType
 
 import httpx
 
-from tests.pd.machine import cores, end_group, free_ports, freeze_group, kill_group
+from tests.pd.machine import Group, cores, free_ports
 
 BLOCKS = 256
 """Blocks of a server's KV cache; one of them is vLLM's own null block."""
@@ -37,8 +33,6 @@ ANSWER_S = 120.0
 API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 
 _PLUGIN = Path(__file__).parent / "plugin"
-# Runs its words; when they end, or its standard input does, all of the group is killed.
-_LEADER = '("$@" </dev/null; kill -KILL 0) & read _; kill -KILL 0'
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -63,6 +57,11 @@ class Side:
     name: str
     folder: Path
 
+    @property
+    def wheel(self) -> str:
+        """Return the wheel's name and sha256, as they were noted when it was unpacked."""
+        return self.folder.with_suffix(".txt").read_text()
+
 
 class Server:
     """A server of `side`; it is being started when this returns, see `wait_ready`.
@@ -84,8 +83,8 @@ class Server:
         environment: Mapping[str, str] | None = None,
         core: int = 0,
         workers: int = 1,
-        port: int | None = None,
-        side_port: int | None = None,
+        port: int = 0,
+        side_port: int = 0,
         command: Sequence[str] = API_SERVER,
     ) -> None:
         """Start it.
@@ -101,8 +100,8 @@ class Server:
             environment: Variables over those of `_ENVIRONMENT`.
             core: The first core of its workers.
             workers: Its workers on this machine.
-            port: Where it answers; a free port by default.
-            side_port: Where its NIXL handshake answers; a free port by default.
+            port: Where it answers; a free port where 0.
+            side_port: Where its NIXL handshake answers; a free port where 0.
             command: What is started, in front of vLLM's own options.
         """
         free = free_ports(2)
@@ -129,18 +128,9 @@ class Server:
             "VLLM_NIXL_SIDE_CHANNEL_PORT": str(self.side_port),
             **(environment or {}),
         }
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("wb") as file:
-            self._leader = subprocess.Popen(
-                ["/bin/sh", "-c", _LEADER, "sh", *words, *arguments],
-                cwd=log.parent,  # where Python finds no `vllm` but that of the side
-                env={**os.environ, **own},
-                stdin=subprocess.PIPE,
-                stdout=file,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._client = httpx.Client(base_url=self.url, timeout=ANSWER_S, trust_env=False)
+        # It runs in the folder of the log, where Python finds no `vllm` but that of the side.
+        self._group = Group([*words, *arguments], own, log)
+        self._client = client(self.url)
 
     def __enter__(self) -> Server:
         return self
@@ -156,7 +146,7 @@ class Server:
     @property
     def alive(self) -> bool:
         """Whether its process group is there."""
-        return self._leader.poll() is None
+        return self._group.alive
 
     @property
     def healthy(self) -> bool:
@@ -182,18 +172,16 @@ class Server:
     def stop(self) -> None:
         """End it, politely first; nothing happens where it has ended."""
         self._client.close()
-        end_group(self._leader, patience=10.0)
-        self._close_pipe()
+        self._group.stop()
 
     def kill(self) -> None:
         """Kill it with SIGKILL, all of its processes at once."""
         self._client.close()
-        kill_group(self._leader)
-        self._close_pipe()
+        self._group.kill()
 
     def freeze(self) -> None:
         """Stop all of its processes where they are; only `kill` and `stop` come after that."""
-        freeze_group(self._leader)
+        self._group.freeze()
 
     def tail(self, lines: int = 30) -> str:
         """Return the last lines of its log."""
@@ -203,9 +191,18 @@ class Server:
         """Return its log."""
         return self.log.read_text(errors="replace")
 
-    def post(self, path: str, body: object, timeout: float = ANSWER_S) -> httpx.Response:
+    def post(
+        self,
+        path: str,
+        body: object,
+        *,
+        timeout: float = ANSWER_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx.Response:
         """Post a body as JSON and return the whole answer, a stream's too."""
-        return self._client.post(path, json=body, timeout=timeout)
+        content = json.dumps(body)  # which, unlike httpx, writes half a character as it is
+        own = {"Content-Type": "application/json", **(headers or {})}
+        return self._client.post(path, content=content, headers=own, timeout=timeout)
 
     def metric(self, name: str) -> float:
         """Return the sum of a metric over its labels, for instance `nixl_bytes_transferred_sum`.
@@ -222,9 +219,16 @@ class Server:
         answer.raise_for_status()
         return round(self.metric("kv_cache_usage_perc") * (BLOCKS - 1))
 
-    def _close_pipe(self) -> None:
-        if self._leader.stdin is not None:
-            self._leader.stdin.close()
+
+def client(url: str) -> httpx.Client:
+    """Return an HTTP client that opens a connection for each request.
+
+    After some of its errors vLLM closes the connection without having said so: Starlette raises
+    what the handler of `Exception` has answered once more, and uvicorn closes for that. A request
+    that comes on the same connection meanwhile is lost, which is not what is tested here.
+    """
+    once = httpx.Limits(max_keepalive_connections=0)
+    return httpx.Client(base_url=url, timeout=ANSWER_S, trust_env=False, limits=once)
 
 
 def _transfer(own: Mapping[str, object]) -> dict[str, object]:
