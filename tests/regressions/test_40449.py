@@ -66,11 +66,7 @@ def test_a_read_that_cannot_be_posted_still_frees_the_ranks_that_were_skipped(
     nixl = nixl_of(worker)
     nixl.on["transfer"] = raising(RuntimeError("no route"))
     receive(worker, remote_request_id="req-p", tp_size=4)
-<<<<<<< HEAD
-    step(worker)
-=======
     step(worker)  # with the read's own rank, or before it
->>>>>>> 2207677 (A release is named in full, lint names all unreadable patches, and tests share what they both made)
     freed = [freed_by(nixl.heard[agent_name("P", r)], 4, r) for r in (1, 2, 3)]
     assert freed == [{"req-p"}] * 3
     assert UNKNOWN not in caplog.text
