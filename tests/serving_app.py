@@ -282,10 +282,15 @@ def body(
 
 @dataclasses.dataclass
 class Answer:
-    """What a client got: HTTP status (0 when it left before any) and the whole body."""
+    """What a client got: HTTP status (0 when it left before any) and the whole body.
+
+    `closed` says that the server closes the connection then, as it does after an application
+    that raises.
+    """
 
     status: int = 0
     body: bytes = b""
+    closed: bool = False
 
     @property
     def error(self) -> dict[str, Any]:
@@ -363,9 +368,9 @@ class Server:
             "state": {},
         }
         try:
-            # A server turns what escapes the application into a log line; so do we.
-            with contextlib.suppress(Exception):
-                await self.app(scope, incoming.get, send)
+            await self.app(scope, incoming.get, send)
+        except Exception:  # a server turns what escapes the application into a log line
+            answer.closed = True
         finally:
             if leaving is not None:
                 leaving.cancel()

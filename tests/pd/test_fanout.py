@@ -17,12 +17,15 @@ LONG = 200  # so that P overwrites what it freed before the first choice ends
 LONGER = 340  # the most that leaves room in D's cache for all
 
 
-@pytest.mark.shows("K10")
 @pytest.mark.parametrize("n", [2, 4])
 def test_every_choice_of_a_prompt(
     n: int, pd: Deployment, plain: Plain, prompts: Iterator[str], note: Note
 ) -> None:
-    """D has room for one choice at a time, and P is busy: its freed blocks are soon another's."""
+    """D is busy, and so is P: blocks that it has freed are soon another's.
+
+    Right on stock as well: D starts the reads of all choices in one step, before P has heard of
+    the first one's end. tests/regressions/test_k10.py shows what happens when it has.
+    """
     prompt = next(prompts)
     params = prefill(pd.p, prompt)
     others = list(islice(prompts, 7))

@@ -48,14 +48,42 @@ class KVTransferRoute(APIRoute):
                 body.append(message.get("body", b""))
             return message
 
+        answered = False
+
+        async def send_and_note(message: Message) -> None:
+            nonlocal answered
+            answered = True
+            await send(message)
+
         async def reject() -> None:
             await _reject(engine, Request(scope), b"".join(body))
 
         with open_exchange() as exchange:
             try:
-                await super().handle(scope, receive_and_keep, send)
+                await super().handle(scope, receive_and_keep, send_and_note)
+            except Exception as error:
+                if answered or not await _answer_refusal(scope, receive, send, error):
+                    raise
             finally:
                 await exchange.end(reject)
+
+
+async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exception) -> bool:
+    """Answer `error` as the application would, if that is a refusal; return whether it was.
+
+    Up to 0.22 vLLM has one handler for all such errors. Starlette raises what that one answers
+    once more, and the HTTP server then closes the connection without having said so. A router
+    that has put its next request on it loses that, and a prefill server keeps blocks for a
+    request that never gets here. (Upstream registers the classes of refusals since.)
+    """
+    handler = scope["app"].exception_handlers.get(Exception)
+    if handler is None:
+        return False
+    response = await handler(Request(scope, receive), error)
+    if response.status_code >= 500:  # that is to be seen in the log, as before
+        return False
+    await response(scope, receive, send)
+    return True
 
 
 async def _reject(engine: EngineClient, request: Request, body: bytes) -> None:

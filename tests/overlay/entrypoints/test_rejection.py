@@ -536,6 +536,37 @@ def test_a_response_in_the_background(
     run(test())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("endpoint", [COMPLETIONS, CHAT])
+def test_a_refusal_leaves_the_connection_open(play: Play, endpoint: str, stream: bool) -> None:
+    """A router's next request is on its way; if it got lost, nobody would free its blocks."""
+
+    async def test(server: Server) -> None:
+        changes = {"max_tokens": MAX_MODEL_LEN + 1}
+        answer = await server.post(endpoint, body(endpoint, stream=stream, **changes))
+        assert answer.status == 400
+        assert answer.error
+        assert not answer.closed
+        assert server.core.told == [REMOTE]
+
+    play(test)
+
+
+def test_a_fault_of_the_server_is_still_raised(play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def test(server: Server) -> None:
+        def fail(*args: object, **kwargs: object) -> None:
+            raise RuntimeError("a fault")
+
+        handler = server.app.state.openai_serving_completion
+        monkeypatch.setattr(handler, "create_completion", fail)
+        answer = await server.post(COMPLETIONS, body(COMPLETIONS))
+        assert answer.status == 500
+        assert answer.closed
+        assert server.core.told == [REMOTE]
+
+    play(test)
+
+
 def test_a_handler_that_is_used_without_http(play: Play) -> None:
     async def test(server: Server) -> None:
         from vllm.entrypoints.openai.completion.protocol import CompletionRequest
