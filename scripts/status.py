@@ -192,7 +192,7 @@ def _proven(
         return None
     series = _series_of(release)
     served = series is not None and fix.id in series.fix_ids
-    has, why = _reading(fix, stock.outcomes)
+    has, why = _reading(fix, release, stock.outcomes)
     why = f"On the stock release {why}"
     current = _is_current(stock, fix, release, "stock")
     parts, used = [why], [stock.inputs]
@@ -206,7 +206,7 @@ def _proven(
         state, current = State.PATCHED, False
         parts.append("The patched release was not run.")
     else:
-        still, why = _reading(fix, patched.outcomes)
+        still, why = _reading(fix, release, patched.outcomes)
         parts.append(f"On the patched release {why}")
         used.append(patched.inputs)
         state = State.UNPROVEN if still is not False else State.PATCHED
@@ -217,11 +217,11 @@ def _proven(
     return Cell(state, current, tuple(parts), command, True, "+".join(used))
 
 
-def _reading(fix: Fix, outcomes: dict[str, Outcome]) -> tuple[bool | None, str]:
+def _reading(fix: Fix, release: str, outcomes: dict[str, Outcome]) -> tuple[bool | None, str]:
     """Return whether these outcomes show the defect (None: they show nothing), and a sentence."""
     total = len(outcomes)
     passed = sum(one.result == "passed" for one in outcomes.values())
-    said = verdict(fix, outcomes)
+    said = verdict(fix, release, outcomes)
     if said is Stock.PASSES:
         return False, f"all {total} tests pass."
     if said in (Stock.FAILS, Stock.MIXED):
