@@ -200,10 +200,8 @@ def _run(
         files, later = _matching(options.expression, sides[0], files, later)
     expression = options.expression or _without_left_out(options)
     jobs = [Job(batch, expression) for batch in batches(sides[0].folder, files)]
-    by_file: dict[str, list[str]] = {}
-    for test in later:
-        by_file.setdefault(test.partition("::")[0], []).append(test)
-    jobs += [Job(tuple(tests), options.expression) for tests in by_file.values()]
+    if later:
+        jobs.append(Job(tuple(later), options.expression))
     results = run_jobs(sides, jobs, resume=options.resume)
     outcomes = {
         side: {test: one for found in by_job.values() for test, one in found.items()}
