@@ -6,8 +6,10 @@ block (the attention kernel's block size is fixed), or kernel blocks of differen
 
 from __future__ import annotations
 
+import pytest
+
 from tests.kv_landing import Deployment, Engines
-from tests.nixl_worker import GroupKind, nixl_of
+from tests.nixl_worker import GroupKind, connect, make_worker, nixl_of
 
 
 def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
@@ -52,3 +54,14 @@ def test_a_prefix_hit_leaves_the_rest_in_its_place_when_kernel_blocks_differ() -
     cases = [(13, 1), (18, 1), (33, 2), (40, 1), (41, 5), (48, 2)]
     wrong = {case: found for case in cases if (found := faults(deployment, *case))}
     assert wrong == {}
+
+
+def test_kernel_blocks_of_different_sizes_are_refused_on_cpus() -> None:
+    """Attention on CPUs packs keys by the size of a block: two small ones are no large one."""
+    worker = make_worker(block_size=32)
+    worker.backend_name = "CPU_ATTN"
+    halves = [length // 2 for length in worker.block_len_per_layer]
+    blocks = worker.num_blocks * 2
+    with pytest.raises(RuntimeError, match="Start prefill and decode with the same --block-size"):
+        connect(worker, "P", block_size=16, block_lens=halves, num_blocks=blocks)
+    connect(worker, "Q")

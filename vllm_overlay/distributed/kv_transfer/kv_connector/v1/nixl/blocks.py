@@ -150,13 +150,14 @@ def _holds_all_tokens(spec: KVCacheSpec) -> bool:
 
 
 def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
-    """Refuse a peer whose ratio differs from ours, for a model without Mamba layers.
+    """Refuse a peer whose ``--block-size`` differs where that cannot be served.
 
-    There the ratio follows from ``--block-size`` alone, and a prefix hit at our block size may
-    end inside a block of the peer.
+    Without Mamba layers the ratio follows from it alone, and a prefix hit at our block size may
+    end inside a block of the peer. Attention on CPUs makes its kernel blocks as large as it says,
+    and packs keys by the size of a block: no order of small blocks is a large one.
 
     Raises:
-        RuntimeError: the ratios differ.
+        RuntimeError: the ratios differ, or the sizes of the kernel blocks on a CPU.
     """
     own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
     if not worker._has_mamba and ratio != own:
@@ -165,6 +166,12 @@ def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> 
             f"block ({ratio * peer.block_size} tokens), this engine {own} "
             f"({own * worker.block_size} tokens). Start prefill and decode with the same "
             "--block-size."
+        )
+    if worker.backend_name == "CPU_ATTN" and peer.block_size != worker.block_size:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
+            f"tokens, this engine of {worker.block_size}. {worker.backend_name} lays them out "
+            "differently. Start prefill and decode with the same --block-size."
         )
 
 
