@@ -229,10 +229,13 @@ class ReceivesWithReads(Receives):
         raise _ReadRefusedError(handle)
 
     def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
-        if isinstance(error, _ReadRefusedError):  # logged already
-            self._fail_unpolled(req_id, meta, error.handle)
-        else:
+        if not isinstance(error, _ReadRefusedError):
             super()._not_posted(req_id, meta, error)
+            return
+        try:  # it is logged already
+            self._fail_unpolled(req_id, meta, error.handle)
+        except Exception as release_error:  # up to K09
+            super()._not_posted(req_id, meta, release_error)
 
     def _is_over(self, req_id: ReqId, failed: FailedReceive) -> bool:
         return req_id not in self._worker._recving_transfers
