@@ -40,8 +40,8 @@ class Router:
         self._client = client(self.url)
         deadline = time.monotonic() + _START_S
         while not self._healthy():
-            said = log.read_text(errors="replace")[-2000:]
-            assert self._group.alive and time.monotonic() < deadline, f"no router:\n{said}"
+            if not self._group.alive or time.monotonic() >= deadline:
+                raise RuntimeError(f"no router:\n{log.read_text(errors='replace')[-2000:]}")
             time.sleep(0.1)
 
     def __enter__(self) -> Router:

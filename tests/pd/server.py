@@ -160,12 +160,15 @@ class Server:
         """Wait until it answers.
 
         Raises:
-            AssertionError: It ended, or did not come up in `patience` seconds; with its last words.
+            RuntimeError: It ended, or did not come up in `patience` seconds; with its last words.
+                No AssertionError: that is how a scenario says that it has seen the defect.
         """
         deadline = time.monotonic() + patience
         while not self.healthy:
-            assert self.alive, f"{self.name} ended while it started:\n{self.tail()}"
-            assert time.monotonic() < deadline, f"{self.name} is not up:\n{self.tail()}"
+            if not self.alive:
+                raise RuntimeError(f"{self.name} ended while it started:\n{self.tail()}")
+            if time.monotonic() >= deadline:
+                raise RuntimeError(f"{self.name} is not up:\n{self.tail()}")
             time.sleep(0.2)
         return self
 
