@@ -197,8 +197,13 @@ one by one, two fixes of one file conflict in the line near its top that names t
 
 Build the wheel as upstream does; nothing is compiled where a wheel of the release is at hand:
 
-    VLLM_USE_PRECOMPILED=1 VLLM_PRECOMPILED_WHEEL_LOCATION=/path/to/vllm-{release}-….whl \\
+    SETUPTOOLS_SCM_PRETEND_VERSION={release}+kvfix.{project().version} \\
+    VLLM_TARGET_DEVICE=cuda VLLM_USE_PRECOMPILED=1 VLLM_SKIP_PRECOMPILED_VERSION_SUFFIX=1 \\
+    VLLM_PRECOMPILED_WHEEL_LOCATION=/path/to/vllm-{release}-….whl \\
         pip wheel --no-deps .
+
+Without the first setting a branch that has no tags has no version; without the second a machine
+that has no GPU builds for its CPU.
 
 | fix | what is true after it | needs | alone on branch |
 |---|---|---|---|
