@@ -108,12 +108,23 @@ def test_another_dtype_is_refused_and_recomputed(
         assert "compatibility hash mismatch" in d.text()
 
 
-@pytest.mark.shows("40364")
+@pytest.mark.parametrize(
+    "acquainted",
+    [
+        pytest.param(True, id="D has met the old P"),  # the read fails, which stock survives
+        pytest.param(False, id="D has not", marks=pytest.mark.shows("40364")),
+    ],
+)
 def test_a_request_of_a_p_that_was_started_anew(
-    pd: Deployment, plain: Plain, prompts: Iterator[str], note: Note
+    acquainted: bool, pd: Deployment, plain: Plain, prompts: Iterator[str], note: Note
 ) -> None:
     """The same address, another engine: old requests are computed by D, new ones fetched."""
-    old, new = islice(prompts, 2)
+    if not acquainted:
+        pd.restart("D", 1)
+        pd.d.wait_ready()
+    known, old, new = islice(prompts, 3)
+    if acquainted:
+        assert_served(pd.d, known, prefill(pd.p, known), plain)
     params = prefill(pd.p, old)
     pd.restart_p_in_place()
     assert_served(pd.d, old, params, plain)
