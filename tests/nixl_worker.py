@@ -333,7 +333,6 @@ def tiny_model(mla: bool) -> str:
         qk_nope_head_dim=8,
         qk_rope_head_dim=8,
         v_head_dim=8,
-        n_routed_experts=None,
         first_k_dense_replace=LAYERS,
     )
     return str(folder)
