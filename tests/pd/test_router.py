@@ -60,13 +60,14 @@ def test_clients_that_ask_for_too_many_tokens(
         last = watch.now()
         released = pd.released()
         held_for = released or pd.released(patience=2.0 * LEASE_S)
+        time.sleep(max(0.0, last + 1.5 - watch.now()))
     note(
         refused=refused,
         lost_by_the_router=lost,
         lease_s=LEASE_S,
         last_refusal_s=last,
         peak_usage=max(usage for _, usage in watch.seen),
-        usage_after_1_s=next((usage for t, usage in watch.seen if t > last + 1.0), 0.0),
+        usage_after_1_s=next(usage for t, usage in watch.seen if t > last + 1.0),
         released_s=held_for and round(held_for, 2),
         usage=watch.seen,
     )
