@@ -22,13 +22,8 @@ from tests import vllm_cpu
 
 vllm_cpu.prepare()
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (  # noqa: E402
-    NixlConnectorMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import (  # noqa: E402
-    NixlConnectorWorker,
-)
 
+from tests.nixl_release import NixlConnectorMetadata, NixlConnectorWorker  # noqa: E402
 from tests.nixl_worker import ScriptedNixl, connect, make_worker, receive  # noqa: E402
 
 _SECONDS = 0.1  # measured for each question

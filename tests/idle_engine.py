@@ -12,7 +12,6 @@ from typing import Any
 from unittest import mock
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl import connector as connector_module
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
@@ -20,6 +19,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.decode_engine import DecodeEngine, finished
+from tests.nixl_release import connector_module
 
 
 class IdleEngine(DecodeEngine):

@@ -16,10 +16,9 @@ from typing import Any
 
 import msgspec
 import torch
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from tests.nixl_release import NixlAgentMetadata, NixlConnectorWorker
 from tests.nixl_worker import (
     PACKED,
     SCRIPTED,

@@ -16,10 +16,8 @@ from unittest import mock
 os.environ |= {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self,sm"}
 
 from nixl import _api
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import (
-    NixlConnectorWorker,
-)
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import step
 
 _PROGRESS_DELAY_US = 1000

@@ -26,6 +26,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import inspect
 import itertools
 import os
 import sys
@@ -48,11 +49,6 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    NixlAgentMetadata,
-    NixlConnectorMetadata,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -65,6 +61,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
 from tests.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
 GroupKind = Literal["full", "sliding", "mamba"]
@@ -85,9 +82,31 @@ _MODULE: Any = sys.modules[NixlConnectorWorker.__mro__[-2].__module__]
 
 PACKED = "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}
 """Keys and values lie beside each other in a cache whose first dimension is the blocks, and the
-layout is part of the configuration: on 0.33.0, not on 0.22.1."""
+layout is part of the configuration: from 0.29.0 on."""
 
-_STAGES = hasattr(getattr(_MODULE, "EngineTransferInfo", None), "remote_pp_rank")
+_STAGES = "remote_pp_size" in inspect.signature(NixlConnectorWorker._nixl_handshake).parameters
+"""Peers may have several pipeline stages: from 0.26.0 on."""
+
+_AWAITING = (
+    "awaiting_kvs" in inspect.signature(NixlConnectorMetadata.add_new_req_to_recv).parameters
+)
+"""The worker is told whether the scheduler awaits what it asks for: from 0.30.0 on."""
+
+
+def topology_of(worker: NixlConnectorWorker) -> Any:  # noqa: ANN401 - named otherwise up to 0.19.1
+    """What a worker with registered caches knows of tensor ranks, its own and its peers'."""
+    topology = worker.kv_topo if hasattr(worker, "kv_topo") else worker.transfer_topo
+    assert topology is not None
+    return topology
+
+
+def target_ranks(worker: NixlConnectorWorker, tp_size: int) -> list[int]:
+    """The tensor ranks of a peer of `tp_size` that this worker shakes hands with."""
+    topology = topology_of(worker)
+    old = hasattr(topology, "get_target_remote_ranks")  # up to 0.19.1
+    name = "get_target_remote_ranks" if old else "handshake_target_ranks"
+    ranks: list[int] = getattr(topology, name)(tp_size)
+    return ranks
 
 
 def rank_key(rank: int) -> Any:  # noqa: ANN401 - an int, or pipeline and tensor rank
@@ -182,7 +201,7 @@ class ScriptedNixl:
         for to, source in zip(read.local, read.remote, strict=True):
             (target, size, _), (origin, offered, _) = ours[to], theirs[source]
             assert size == offered, f"descriptors of {size} and {offered} bytes"
-            ctypes.memmove(target, origin, size)
+            ctypes.memmove(int(target), int(origin), int(size))  # some releases make an array
 
     def in_flight(self) -> list[Read]:
         """The reads that may still write into local blocks."""
@@ -383,6 +402,8 @@ def make_vllm_config(
                 kv_connector_extra_config=extra_config or {},
             ),
         )
+    # For a latent cache, later CPU platforms put a block size of their own in its place.
+    config.cache_config.block_size = block_size
     if PACKED:
         config.cache_config.kv_cache_layout = {"HND": "LBHNC", "NHD": "LBNHC"}[layout]
     return config
@@ -668,9 +689,7 @@ def peer_metadata(
     `changes` override fields of `NixlAgentMetadata`; those that a release does not know are an
     error there, as on the wire.
     """
-    topology = worker.transfer_topo
-    assert topology is not None
-    ratio = topology.tp_ratio(tp_size)
+    ratio = topology_of(worker).tp_ratio(tp_size)
     lens = worker.block_len_per_layer
     if not worker.use_mla:
         # A peer of more ranks holds fewer heads in each block, one of fewer ranks more.
@@ -687,9 +706,10 @@ def peer_metadata(
         "ssm_sizes": tuple(
             size // -ratio if ratio < 0 else size * ratio for size in worker._mamba_ssm_size
         ),
-        "attn_backend_name": worker.backend_name,
     }
     known = {field.name for field in dataclasses.fields(NixlAgentMetadata)}
+    if "attn_backend_name" in known:  # sent from 0.20.0 on
+        fields["attn_backend_name"] = worker.backend_name
     if "physical_blocks_per_logical_kv_block" in known:  # sent from 0.21.0 on
         fields["physical_blocks_per_logical_kv_block"] = (
             worker._physical_blocks_per_logical_kv_block
@@ -710,12 +730,11 @@ def register_peer(
     Returns:
         rank -> agent name: a handshake's result.
     """
-    assert worker.transfer_topo is not None
     return {
         rank_key(rank): worker.add_remote_agent(
             peer_metadata(worker, engine_id, rank, tp_size, **changes), rank, tp_size
         )
-        for rank in worker.transfer_topo.handshake_target_ranks(tp_size)
+        for rank in target_ranks(worker, tp_size)
     }
 
 
@@ -729,15 +748,17 @@ def connect(
     agents = register_peer(worker, engine_id, tp_size, **changes)
     with worker._handshake_lock:
         worker._remote_agents[engine_id] = agents
+        if hasattr(worker, "_engine_last_active"):  # from 0.24.0 on
+            worker._engine_last_active[engine_id] = time.perf_counter()
         if _STAGES:
             worker._engine_clock_offset[engine_id] = 0.0
-            worker._engine_last_active[engine_id] = time.perf_counter()
+        if hasattr(worker, "_track_remote_engine_replacement"):  # from 0.31.0 on
             worker._track_remote_engine_replacement(engine_id, "127.0.0.1", peer_port(engine_id))
     return agents
 
 
 def peer_port(engine_id: str) -> int:
-    """Where a peer listens; on 0.33.0 one that comes to another's address takes its place."""
+    """Where a peer listens; from 0.31.0 on one that comes to another's address takes its place."""
     return 1 + sum(engine_id.encode())
 
 
@@ -799,7 +820,7 @@ def receive(
             "remote_port": peer_port(engine_id),
             "tp_size": tp_size,
         },
-        **({"awaiting_kvs": any(local_blocks)} if PACKED else {}),
+        **({"awaiting_kvs": any(local_blocks)} if _AWAITING else {}),
     )
     worker.start_load_kv(metadata)
 

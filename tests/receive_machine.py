@@ -39,9 +39,8 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.nixl_worker import (
     GroupKind,
     Read,
@@ -53,6 +52,7 @@ from tests.nixl_worker import (
     peer_metadata,
     rank_key,
     receive,
+    target_ranks,
 )
 
 Fault = Literal["handshake", "posting", "reading", "nonsense", "empty", "notifying", "releasing"]
@@ -219,9 +219,7 @@ class ReceiveMachine(RuleBasedStateMachine):
         expected_engine_id: str,
         *sizes: int,  # of other kinds of parallelism
     ) -> Any:  # noqa: ANN401 - see handshake_result
-        topology = self.worker.transfer_topo
-        assert topology is not None
-        ranks = topology.handshake_target_ranks(remote_tp_size)
+        ranks = target_ranks(self.worker, remote_tp_size)
         agents = {}
         for i, rank in enumerate(ranks):
             if self.outcome == f"breaks off before rank {i}":  # the first, the second
@@ -463,11 +461,7 @@ class ReceiveMachine(RuleBasedStateMachine):
 
     def _heard_of(self, asked: Asked) -> dict[str, int]:
         word = f"{asked.remote_id}:{self.d_tp}".encode()
-        topology = self.worker.transfer_topo
-        assert topology is not None
-        agents = [
-            agent_name(asked.engine, rank) for rank in topology.handshake_target_ranks(self.p_tp)
-        ]
+        agents = [agent_name(asked.engine, rank) for rank in target_ranks(self.worker, self.p_tp)]
         return {agent: self.nixl.heard[agent].count(word) for agent in agents}
 
     def teardown(self) -> None:

@@ -24,6 +24,7 @@ import copy
 import dataclasses
 import importlib
 import importlib.util
+import inspect
 import json
 import warnings
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -63,6 +64,9 @@ _CLI: Any = importlib.import_module(
     if importlib.util.find_spec("vllm.entrypoints.openai.cli_args")
     else "vllm.entrypoints.common.cli_args"  # where it is on 0.33.0
 )
+
+_WITH_MODEL = "model_config" in inspect.signature(build_app).parameters
+"""The application is built for a model: from 0.19.0 on."""
 
 MODEL = "tiny"
 """The name under which the model is served."""
@@ -395,7 +399,8 @@ async def serving(
         with mock.patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: core):
             engine = AsyncLLM(config, executor_class=object, log_stats=False)
         args = _arguments(*flags)
-        app = build_app(args, ("generate",), config.model_config)
+        model = {"model_config": config.model_config} if _WITH_MODEL else {}
+        app = build_app(args, ("generate",), **model)
         await init_app_state(engine, app.state, args, ("generate",))
         app.state.server = SimpleNamespace(should_exit=False)
     try:

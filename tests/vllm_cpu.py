@@ -54,9 +54,10 @@ _MODULES = (
     # itself, so they are named here to be imported quietly.
     "torch",
     "vllm.config",
-    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker",
     "vllm.v1.attention.selector",
 )
+
+_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
 
 
 def _free_port() -> int:
@@ -87,14 +88,20 @@ def prepare() -> None:
         warnings.simplefilter("ignore")
         platforms: Any = importlib.import_module("vllm.platforms")
         cpu: Any = importlib.import_module("vllm.platforms.cpu")
-        if platforms._current_platform is None:
+        settled = platforms._current_platform
+        # Some releases (0.26.0 to 0.31.0) ask while they are imported, find nothing, and keep no
+        # more than the answer.
+        if settled is None or settled.is_unspecified():
             platforms._current_platform = cpu.CpuPlatform()
         elif not platforms._current_platform.is_cpu():
             raise RuntimeError(
                 "vLLM was asked for its platform before tests.vllm_cpu was loaded: "
                 f"{platforms._current_platform!r}"
             )
-        for name in _MODULES:
+        # One module up to 0.19.1, a package since.
+        packaged = importlib.util.find_spec(f"{_CONNECTORS}.nixl") is not None
+        nixl = f"{_CONNECTORS}.nixl.worker" if packaged else f"{_CONNECTORS}.nixl_connector"
+        for name in (*_MODULES, nixl):
             importlib.import_module(name)
         distributed: Any = importlib.import_module("torch.distributed")
         available = distributed.is_backend_available

@@ -22,12 +22,8 @@ from vllm import envs
 from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    NixlAgentMetadata,
-    NixlHandshakePayload,
-)
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 
+from tests.nixl_release import NixlAgentMetadata, NixlConnectorScheduler, NixlHandshakePayload
 from tests.nixl_worker import (
     allocate,
     make_kv_cache_config,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from unittest import mock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import (
     ScriptedNixl,
     await_handshakes,
@@ -25,6 +25,13 @@ from tests.nixl_worker import (
     step,
 )
 from tests.receive_machine import explore
+
+PROCESSING = (
+    "sync_recved_kv_to_device",
+    "post_process_device_kv_on_receive",
+    "post_process_device_kv_on_receive_heterogeneous_attn",  # from 0.20.0 on
+)
+"""What is done to blocks that have arrived."""
 
 
 def refuse_handshake(worker: NixlConnectorWorker) -> None:
@@ -93,12 +100,8 @@ def test_what_failed_to_arrive_is_not_processed_as_if_it_had(how: str, blocks: s
     worker.enable_permute_local_kv = blocks == "permuted layout"
     worker.enable_heterogeneous_attn_post_process = blocks == "different attention"
     break_reads(nixl_of(worker), how)
-    with mock.patch.multiple(
-        worker,
-        sync_recved_kv_to_device=mock.DEFAULT,
-        post_process_device_kv_on_receive=mock.DEFAULT,
-        post_process_device_kv_on_receive_heterogeneous_attn=mock.DEFAULT,
-    ) as processing:
+    known = {name: mock.DEFAULT for name in PROCESSING if hasattr(worker, name)}
+    with mock.patch.multiple(worker, **known) as processing:
         lives(receive, worker, "req-d", local_blocks=[[1, 2]])
         _, received = lives(step, worker)
     assert received == {"req-d"}

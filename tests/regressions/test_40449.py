@@ -9,8 +9,8 @@ does not know. With D's own request id in the message the blocks stay until P's 
 from __future__ import annotations
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import (
     agent_name,
     connect,

@@ -11,10 +11,8 @@ from collections.abc import Callable
 
 import pytest
 import vllm
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-    compute_nixl_compatibility_hash,
-)
 
+from tests.nixl_release import compute_nixl_compatibility_hash
 from tests.nixl_worker import make_vllm_config
 
 HashOf = Callable[[str], str]

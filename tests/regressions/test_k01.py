@@ -7,8 +7,8 @@ is still in flight then writes into somebody else's blocks, and nothing looks wr
 from __future__ import annotations
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import (
     agent_name,
     connect,

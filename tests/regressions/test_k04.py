@@ -10,10 +10,9 @@ from typing import Any
 import msgspec
 import pytest
 import zmq
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import GET_META_MSG
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import NixlConnectorScheduler
 
 from tests.idle_engine import IdleEngine
+from tests.nixl_release import GET_META_MSG, NixlConnectorScheduler
 from tests.nixl_worker import connect, nixl_of, rank_key
 from tests.serving_app import ENDPOINTS, REMOTE, body, serving
 

@@ -16,8 +16,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 
+from tests.nixl_release import NixlConnectorMetadata
 from tests.nixl_worker import make_worker, stamp
 
 LEASE = 480.0

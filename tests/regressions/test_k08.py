@@ -8,8 +8,8 @@ not, D has to; but not for one that did, because P would count that as another r
 from __future__ import annotations
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import (
     agent_name,
     connect,

@@ -7,8 +7,8 @@ request on it. Neither a peer nor NIXL may have that power.
 from __future__ import annotations
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from tests.nixl_release import NixlConnectorWorker
 from tests.nixl_worker import (
     connect,
     hold,

@@ -167,9 +167,10 @@ def test_turn_after_a_tool_call_reads_nothing() -> None:
     async def test() -> None:
         async with serving() as server:
             engine = Engine(server, PROMPTS[0])
-            from vllm.inputs import tokens_input
+            from vllm import inputs
             from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+            tokens_input = getattr(inputs, "tokens_input", None) or inputs.token_inputs  # 0.18.x
             params = SamplingParams(
                 max_tokens=2,
                 output_kind=RequestOutputKind.FINAL_ONLY,
