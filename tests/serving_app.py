@@ -60,9 +60,15 @@ from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 from tests.stand_in_model import model_folder
 
 _CLI: Any = importlib.import_module(
-    "vllm.entrypoints.openai.cli_args"
-    if importlib.util.find_spec("vllm.entrypoints.openai.cli_args")
-    else "vllm.entrypoints.common.cli_args"  # where it is on 0.33.0
+    next(
+        name
+        for name in (
+            "vllm.entrypoints.openai.cli_args",  # up to 0.28.0
+            "vllm.entrypoints.launchers.cli_args",  # up to 0.32.0
+            "vllm.entrypoints.common.cli_args",
+        )
+        if importlib.util.find_spec(name)
+    )
 )
 
 _WITH_MODEL = "model_config" in inspect.signature(build_app).parameters
