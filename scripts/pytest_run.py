@@ -15,6 +15,7 @@ from scripts.proc import run
 from scripts.project import ROOT
 
 PLUGIN = "tests.vllm_cpu"
+_OURS = ("tests/", ".work/stage/tests/")  # a test file, and what it imports: `environment.stage`
 WHOLE_RUN = (0, 1)
 """Exit codes of pytest when all that was collected has run."""
 
@@ -36,7 +37,7 @@ class Outcome:
     @property
     def is_assertion(self) -> bool:
         """Whether it failed because a test of ours saw other behaviour than it expects."""
-        ours = self.place.startswith("tests/")
+        ours = self.place.startswith(_OURS)
         said = self.message.startswith(("AssertionError", "assert ", "Failed: "))
         return self.result == "failed" and ours and said
 

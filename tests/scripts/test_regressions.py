@@ -261,6 +261,7 @@ def test_outcomes_are_read_from_what_pytest_reports(tmp_path: Path) -> None:
     [
         (Outcome("failed", "tests/a.py:1", "assert 1 == 2"), True),
         (Outcome("failed", "tests/a.py:1", "Failed: DID NOT RAISE <class 'OSError'>"), True),
+        (Outcome("failed", ".work/stage/tests/a.py:1", "AssertionError: it dies"), True),
         (Outcome("failed", "vllm/worker.py:1", "AssertionError: in upstream's code"), False),
         (Outcome("failed", "tests/a.py:1", "KeyError: 'engine'"), False),
         (Outcome("error", "tests/a.py:1", "assert 1 == 2"), False),
