@@ -51,6 +51,14 @@ class Spared:
 
 
 @dataclass(frozen=True)
+class Unpatched:
+    """Releases that have the defect and, on purpose, get no patch from their line, and why."""
+
+    releases: str  # a PEP 440 specifier
+    reason: str
+
+
+@dataclass(frozen=True)
 class LaterTest:
     """A test that upstream wrote about the defect, later, and that runs on earlier releases.
 
@@ -135,6 +143,7 @@ class Fix:
     risk: str
     upstream_tests: tuple[UpstreamTest, ...] = ()
     spared: tuple[Spared, ...] = ()
+    unpatched: tuple[Unpatched, ...] = ()
     forward_tests: tuple[LaterTest, ...] = ()
 
     @property
@@ -159,6 +168,18 @@ class Fix:
             for one in self.spared
             if SpecifierSet(one.releases).contains(release, prereleases=True)
             for test in one.tests
+        )
+
+    def unpatched_on(self, release: str) -> str:
+        """Return why `release`, which has the defect, gets no patch; empty where it gets one."""
+        return next(
+            (
+                one.reason
+                for one in self.unpatched
+                if self.affects(release)
+                and SpecifierSet(one.releases).contains(release, prereleases=True)
+            ),
+            "",
         )
 
 
@@ -263,6 +284,7 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     try:
         values["upstream_tests"] = [UpstreamTest(**one) for one in values.pop("upstream_test", ())]
         values["spared"] = [Spared(**one) for one in values.get("spared", ())]
+        values["unpatched"] = [Unpatched(**one) for one in values.get("unpatched", ())]
         values["forward_tests"] = [LaterTest.read(one) for one in values.pop("forward_test", ())]
         wrong = [
             field

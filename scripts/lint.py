@@ -9,8 +9,9 @@ zizmor (for the workflows of CI):
 - every changed file says so near its top;
 - every name of vLLM that the overlay and the hooks use exists in each release (type-checked);
 - every forward test exists in its later release and can be cut for the earlier ones;
-- every affected release's line has the fix, every patch file is listed, once, every overlay
-  module is used, the changelog names each fix, and the README's matrix is the registry's.
+- every affected release's line has the fix, or the registry says why not; every patch file is
+  listed, once, every overlay module is used, the changelog names each fix, and the README's matrix
+  is the registry's.
 """
 
 from __future__ import annotations
@@ -137,10 +138,14 @@ def _messages(series: Series, registry: Registry) -> Iterator[str]:
 def _coverage(series: Series, registry: Registry, releases: list[str]) -> Iterator[str]:
     for fix in registry.fixes.values():
         affected = [release for release in releases if fix.affects(release)]
-        if affected and fix.id not in series.fix_ids:
-            yield f"{series.line}: fix {fix.id} applies to {affected[0]} and has no patch"
+        unpatched = [release for release in affected if fix.unpatched_on(release)]
+        missing = [release for release in affected if release not in unpatched]
+        if missing and fix.id not in series.fix_ids:
+            yield f"{series.line}: fix {fix.id} applies to {missing[0]} and has no patch"
         if fix.id in series.fix_ids and not affected:
             yield f"{series.line}: fix {fix.id} applies to no release of the line"
+        if fix.id in series.fix_ids and unpatched:
+            yield f"{series.line}: fix {fix.id} is unpatched on {unpatched[0]} and has a patch"
 
 
 def _application(series: Series, registry: Registry, release: str) -> Iterator[str]:

@@ -35,9 +35,15 @@ def _table(registry: Registry, held: dict[str, set[str]]) -> str:
         f"|---|---|{'---|' * len(held)}",
     ]
     for fix in registry.fixes.values():
-        cells = " | ".join("✓" if fix.id in ids else "-" for ids in held.values())
+        cells = " | ".join(_cell(fix, release, ids) for release, ids in held.items())
         rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {_first(fix)} | {cells} |")
     return "\n".join(rows) + "\n"
+
+
+def _cell(fix: Fix, release: str, held: set[str]) -> str:
+    if fix.id in held:
+        return "✓"
+    return "●" if fix.unpatched_on(release) else "-"
 
 
 def _first(fix: Fix) -> str:
@@ -62,6 +68,8 @@ def _details(registry: Registry, held: dict[str, set[str]]) -> str:
             f"{f', fixed in {fix.fixed_in}' if fix.fixed_in else ''}. "
             f"Needs {needs}. Wire: {fix.wire_compat}.\n"
         )
+        for one in fix.unpatched:
+            parts.append(f"Open on {one.releases}, without a patch: {one.reason}.\n")
         for spared in fix.spared:
             names = ", ".join(f"`{test.rpartition('::')[2]}`" for test in spared.tests)
             parts.append(f"On {spared.releases} {spared.reason}: {names} pass on stock.\n")

@@ -321,7 +321,7 @@ def _in_worktree(path: str) -> str | None:
 
 
 def without_carrying(fix: Fix, release: str, stock: Stock) -> Result | None:
-    """Return the result for a fix that `release` does not need; None where it may need it.
+    """Return the result for a fix that `release` does not need, or is not to have; else None.
 
     Only tests that pass on the stock release show that; the registry's word counts as long as
     they do not contradict it, and the regression tests ask once more before anything lands.
@@ -329,6 +329,8 @@ def without_carrying(fix: Fix, release: str, stock: Stock) -> Result | None:
     if stock is Stock.PASSES:
         status = Status.UPSTREAM if fix.affects(release) else Status.NOT_AFFECTED
         return Result(fix.id, status, stock)
+    if reason := fix.unpatched_on(release):
+        return Result(fix.id, Status.SKIPPED, stock, (reason,))
     if not fix.affects(release) and stock in (Stock.UNKNOWN, Stock.NOT_RUN):
         hint = f"fixes.toml: applies to {fix.applies_to}"
         return Result(fix.id, Status.NOT_AFFECTED, stock, (hint,))

@@ -202,6 +202,7 @@ def _proven(
         state = State.UPSTREAM if earlier else State.NOT_AFFECTED
     elif not served:
         state = State.OPEN
+        parts += _on_purpose(fix, release)
     elif patched is None:
         state, current = State.PATCHED, False
         parts.append("The patched release was not run.")
@@ -250,7 +251,8 @@ def _hint(fix: Fix, release: str, registry: Registry, earlier: bool, key: str) -
     if series is None:
         why = ["No line has a patch for it."]
     elif own and fix.id not in series.fix_ids:
-        why = [f"Line {series.line} has no patch for it."]
+        why = [f"Line {series.line} has no patch for it.", *_on_purpose(fix, release)]
+        state = State.OPEN if fix.unpatched_on(release) else State.UNPROVEN
     else:
         try:
             apply_patches(series.only([fix.id], registry), lambda path: read_source(release, path))
@@ -267,11 +269,17 @@ def _hint(fix: Fix, release: str, registry: Registry, earlier: bool, key: str) -
     return Cell(state, False, tuple(why), "nox -s status", False, key)
 
 
+def _on_purpose(fix: Fix, release: str) -> list[str]:
+    reason = fix.unpatched_on(release)
+    return [f"It has no patch there on purpose: {reason}."] if reason else []
+
+
 def _hint_inputs(fix: Fix, release: str, registry: Registry, earlier: bool) -> str:
     series, own = _nearest(fix, release)
     names = [] if series is None else [patch.name for patch in series.only([fix.id], registry)]
     parts = [
-        load_lock()[release].sdist.sha256, fix.applies_to, str(own), str(earlier), _tools(),
+        load_lock()[release].sdist.sha256, fix.applies_to, fix.unpatched_on(release),
+        str(own), str(earlier), _tools(),
         *(_sha256(PATCHES / series.line / name) for name in names if series is not None),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import tomli_w
@@ -72,11 +72,17 @@ def registry_text(registry: Registry) -> str:
     def table(fix: Fix) -> dict[str, object]:
         values = {key.replace("_", "-"): value for key, value in vars(fix).items()}
         del values["upstream-tests"], values["forward-tests"]
-        return {key: list(v) if isinstance(v, tuple) else v for key, v in values.items()}
+        return {key: _toml(value) for key, value in values.items()}
 
     return tomli_w.dumps(
         {"author": registry.author, "fix": [table(fix) for fix in registry.fixes.values()]}
     )
+
+
+def _toml(value: object) -> object:
+    if isinstance(value, tuple):
+        return [_toml(one) for one in value]
+    return vars(value) if is_dataclass(value) else value
 
 
 @dataclass

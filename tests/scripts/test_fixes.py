@@ -68,6 +68,13 @@ class TestReading:
         assert fix.spared_on("1.1") == ("tests/a.py",)
         assert fix.spared_on("1.0") == ()
 
+    def test_gives_why_an_affected_release_has_no_patch(self, tmp_path: Path) -> None:
+        more = '[[fix.unpatched]]\nreleases = ">=0.20"\nreason = "nobody runs it"\n'
+        fix = loaded(tmp_path, HEAD + ENTRY + more)["1"]
+        assert fix.unpatched_on("0.20.1") == "nobody runs it"
+        assert fix.unpatched_on("0.19.1") == ""
+        assert fix.unpatched_on("0.21.0") == ""  # it does not have the defect
+
     @pytest.mark.parametrize(
         ("old", "new", "fault"),
         [

@@ -116,6 +116,29 @@ def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
         assert said in found, f"{said}\n---\n{found}"
 
 
+def test_a_fix_needs_no_patch_where_the_registry_says_why(checkout: Checkout) -> None:
+    registry = checkout.patches / "fixes.toml"
+    third = registry.read_text().partition("[[fix]]")[2].partition("[[fix]]")[0]
+    why = '[[fix.unpatched]]\nreleases = "==0.20.2"\nreason = "nobody runs it"\n'
+    third = third.replace('id = "1"', 'id = "7"').replace("unpatched = []\n", "")
+    registry.write_text(f"{registry.read_text()}\n[[fix]]{third}{why}")
+    change(checkout.folder / "CHANGELOG.md", "- 2: that\n", "- 2: that\n- 7: not here\n")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    assert faults(checkout) == []
+    assert "● |" in (checkout.folder / "README.md").read_text()
+    assert "nobody runs it" in (checkout.folder / "docs" / "fixes.md").read_text()
+
+    (checkout.patches / "v0.20" / "series").write_text("1-a-name.patch\n")
+    assert "v0.20: fix 2 applies to 0.20.2 and has no patch" in faults(checkout)
+
+
+def test_a_patch_that_the_registry_denies_is_a_fault(checkout: Checkout) -> None:
+    registry = checkout.patches / "fixes.toml"
+    denied = 'unpatched = [{releases = ">=0", reason = "nobody runs it"}]'
+    registry.write_text(registry.read_text().replace("unpatched = []", denied, 1))
+    assert "v0.20: fix 1 is unpatched on 0.20.2 and has a patch" in faults(checkout)
+
+
 def test_all_patches_that_cannot_be_read_are_found_in_one_run(checkout: Checkout) -> None:
     line = checkout.patches / "v0.20"
     (line / "1-a-name.patch").unlink()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from scripts.fixes import Unpatched
 from scripts.lock import load_lock
 from scripts.patch import read_patch
 from scripts.project import read_toml
@@ -180,6 +182,20 @@ def test_a_fix_that_is_left_out_while_it_is_open_does_not_land(checkout: Checkou
     assert contents(checkout) == before
     assert not (checkout.folder / ".work" / "rebase").exists()
     assert "no rebase to go on with" in rebase(checkout, "--continue", code=2)
+
+
+def test_a_fix_that_is_left_out_on_purpose_lands(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    rebase(checkout, "0.21.0", code=31)
+    rebase(checkout, "--skip", code=30)
+    why = Unpatched("==0.21.0", "nobody runs it")
+    fixes = REGISTRY.fixes | {"2": replace(REGISTRY.fixes["2"], unpatched=(why,))}
+    registry = toys.registry(*fixes.values())
+    (checkout.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    assert "1 left out" in rebase(checkout, "--continue")
+    assert series(checkout, "v0.21") == ["1-a-name.patch"]
+    assert releases(checkout) == ["0.20.2", "0.21.0"]
 
 
 def test_a_defect_that_the_line_has_no_patch_for_is_named(checkout: Checkout) -> None:

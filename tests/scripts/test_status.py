@@ -148,6 +148,19 @@ class TestProof:
         cell = status(checkout)["0.22.0"]
         assert (cell["state"], cell["proven"]) == ("unproven", False)
 
+    def test_of_a_release_without_a_patch_on_purpose_says_why(self, checkout: Checkout) -> None:
+        registry = checkout.patches / "fixes.toml"
+        head, _, rest = registry.read_text().partition("unpatched = []")
+        why = 'unpatched = [{releases = "==0.20.2", reason = "nobody runs it"}]'
+        registry.write_text(head + why + rest)
+        (checkout.patches / "v0.20" / "series").write_text("2-a-name.patch\n")
+        said = "It has no patch there on purpose: nobody runs it."
+        hint = status(checkout)["0.20.2"]
+        assert (hint["state"], hint["proven"], hint["why"][-1]) == ("open", False, said)
+        record(checkout, "0.20.2", "stock", FAILED)
+        cell = status(checkout)["0.20.2"]
+        assert (cell["state"], cell["proven"], cell["why"][-1]) == ("open", True, said)
+
     def test_of_stock_alone_leaves_a_patched_cell_unproven(self, checkout: Checkout) -> None:
         record(checkout, "0.20.2", "stock", FAILED)
         assert states(checkout)[1] == "patched?"
