@@ -252,10 +252,13 @@ def test_a_kill_at_any_moment_leaves_the_old_wheel_or_the_whole_new_one(
     source = tmp_path / f"vllm-0.20.2-{TAGS}.whl"
     files = {**stock_files(), "vllm/big.so": bytes(60_000_000)}
     source.write_bytes(zip_bytes(with_metadata(files), stored=True))
-    start = time.monotonic()
-    with start_build(source, out) as process:
-        process.communicate()
-    whole_time = time.monotonic() - start
+    times = []
+    for _ in range(2):  # the first one may have to read all it imports from a disk
+        start = time.monotonic()
+        with start_build(source, out) as process:
+            process.communicate()
+        times.append(time.monotonic() - start)
+    whole_time = min(times)
     (target,) = out.iterdir()
     new = hashlib.sha256(target.read_bytes()).digest()
     old = hashlib.sha256(b"old").digest()
@@ -265,7 +268,7 @@ def test_a_kill_at_any_moment_leaves_the_old_wheel_or_the_whole_new_one(
         target.write_bytes(b"old")
         with start_build(source, out) as process:
             # Mostly in its last part: importing comes first and writes nothing.
-            time.sleep(whole_time * (0.5 + step / 15))
+            time.sleep(whole_time * (0.3 + step / 12))
             process.send_signal(signal.SIGKILL)
         (wheel,) = (path for path in out.iterdir() if path.suffix == ".whl")
         assert wheel == target
