@@ -83,7 +83,7 @@ class LaterTest:
 
     def runs_on(self, release: str) -> bool:
         """Whether it is meant to run on `release`."""
-        return SpecifierSet(self.on).contains(release, prereleases=True)
+        return _includes(self.on, release)
 
     @classmethod
     def read(cls, table: dict[str, Any]) -> LaterTest:
@@ -159,28 +159,18 @@ class Fix:
 
     def affects(self, release: str) -> bool:
         """Whether `release` has the defect, as far as the registry knows."""
-        return SpecifierSet(self.applies_to).contains(release, prereleases=True)
+        return _includes(self.applies_to, release)
 
     def spared_on(self, release: str) -> tuple[str, ...]:
         """Return those of our tests that pass on the stock of `release`, affected or not."""
         return tuple(
-            test
-            for one in self.spared
-            if SpecifierSet(one.releases).contains(release, prereleases=True)
-            for test in one.tests
+            test for one in self.spared if _includes(one.releases, release) for test in one.tests
         )
 
     def unpatched_on(self, release: str) -> str:
         """Return why `release`, which has the defect, gets no patch; empty where it gets one."""
-        return next(
-            (
-                one.reason
-                for one in self.unpatched
-                if self.affects(release)
-                and SpecifierSet(one.releases).contains(release, prereleases=True)
-            ),
-            "",
-        )
+        reasons = (one.reason for one in self.unpatched if _includes(one.releases, release))
+        return next(reasons, "") if self.affects(release) else ""
 
 
 @dataclass(frozen=True)
@@ -275,6 +265,10 @@ def load_registry(path: Path = REGISTRY) -> Registry:
             next_step=f"correct {path.name}, then: nox -s lint",
         )
     return Registry(author=str(author), fixes=fixes)
+
+
+def _includes(specifier: str, release: str) -> bool:
+    return SpecifierSet(specifier).contains(release, prereleases=True)
 
 
 def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import struct
+import time
 from typing import Any
 
 from tests.pd.machine import free_ports
@@ -41,3 +45,13 @@ def gone_p(params: Params, name: str) -> Params:
 def lying_p(params: Params, name: str) -> Params:
     """Return `params` of an engine `name` at an address where another one answers."""
     return {**params, "remote_engine_id": f"another-{name}"}
+
+
+def leave(port: int, asked: dict[str, Any], delay: float) -> None:
+    """Ask for a completion and cut the connection after `delay` seconds, without a goodbye."""
+    content = json.dumps(asked).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port)) as client:
+        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        time.sleep(delay)
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -12,10 +12,9 @@ from itertools import islice
 import httpx
 import pytest
 
-from tests.pd.client import Params, body, gone_p, prefill, tokens_of
+from tests.pd.client import Params, body, gone_p, leave, prefill, tokens_of
 from tests.pd.deployment import TOKENS, Deployment, Note
 from tests.pd.model import CONTEXT
-from tests.pd.test_rejections import leave
 
 REQUESTS = 200
 AT_ONCE = 8

@@ -6,16 +6,12 @@ own making, and hides most of what is refused here.
 
 from __future__ import annotations
 
-import json
-import socket
-import struct
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from tests.pd.client import Params, body, prefill
+from tests.pd.client import Params, body, leave, prefill
 from tests.pd.deployment import Deployment, Note
 from tests.pd.model import CONTEXT
 
@@ -147,16 +143,6 @@ def test_clients_that_leave_free_the_blocks_of_p(
     note(clients=left, released_s=released, kept=pd.p.blocks_held())
     assert released is not None, "P keeps the blocks of clients that left"
     assert pd.p.healthy and pd.d.healthy
-
-
-def leave(port: int, asked: dict[str, Any], delay: float) -> None:
-    """Ask for a completion and cut the connection after `delay` seconds, without a goodbye."""
-    content = json.dumps(asked).encode()
-    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port)) as client:
-        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        time.sleep(delay)
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
 
 # What a client may make of the parameters that P gave it: (changes, whether P is still named).
