@@ -21,6 +21,10 @@ from scripts.source import read_source, release_tree
 
 _WORK = ROOT / ".work" / "typecheck"
 _FAULT = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.+)")
+# Up to 0.19.1 NIXL's connector is one module. The overlay takes types, and nothing else, from the
+# modules that it has been split into since.
+_CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
+_SPLIT_INTO = ("__init__", "connector", "metadata", "scheduler", "worker")
 _CONFIGURATION = """\
 [mypy]
 python_version = 3.12
@@ -53,6 +57,11 @@ def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, byte
         target = tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(data)
+    if (tree / _CONNECTORS / "nixl_connector.py").is_file():
+        (tree / _CONNECTORS / "nixl").mkdir()
+        view = f"from {_CONNECTORS.replace('/', '.')}.nixl_connector import *\n"
+        for name in _SPLIT_INTO:
+            (tree / _CONNECTORS / "nixl" / f"{name}.py").write_text(view)
     configuration = tree / "mypy.ini"
     configuration.write_text(_CONFIGURATION)
     result = run(
