@@ -425,4 +425,5 @@ def _arguments(*flags: str) -> Any:  # noqa: ANN401 - argparse's namespace
         ["--model", served_model(), "--served-model-name", MODEL, "--disable-log-stats", *flags]
     )
     _CLI.validate_parsed_serve_args(args)
+    args.enable_scale_out = True  # token-level requests are served only then, on 0.33.0
     return args

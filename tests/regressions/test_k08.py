@@ -87,6 +87,15 @@ def test_the_one_rank_that_a_latent_cache_is_read_from_is_told() -> None:
     assert heard(worker)[0] == TOLD
 
 
+def test_all_ranks_are_told_where_the_one_read_of_a_latent_cache_is_refused() -> None:
+    """Those that it is not read from as well: upstream tells them before the read, or after it."""
+    worker = decoder(p_tp=4, mla=True)
+    nixl_of(worker).on["transfer"] = raising(RuntimeError("no route"))
+    lives(receive, worker, tp_size=4)
+    lives(step, worker)
+    assert heard(worker, 4) == [TOLD] * 4
+
+
 def test_a_rank_that_cannot_be_told_does_not_keep_the_others_from_it() -> None:
     worker = decoder(p_tp=4)
     nixl = nixl_of(worker)

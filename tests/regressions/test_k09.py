@@ -16,11 +16,19 @@ from tests.nixl_worker import (
     make_worker,
     nixl_of,
     raising,
+    rank_key,
     receive,
     step,
 )
 
 BROKEN = RuntimeError("broken")
+
+# Behind a request's id stands how many ranks D has; on 0.33.0, how many of them read from this one.
+OF_READERS = rank_key(0) != 0
+GOOD = b"req-p:1" if OF_READERS else b"req-p:2"
+SENSELESS = [b"", b"\xff\xfe:1", b"req-p", b"req-p:", b"req-p:one", b"req-p:0", b"req-p:-1"]
+if not OF_READERS:
+    SENSELESS.append(b"req-p:3")  # D's ranks cannot be shared out among P's two
 
 
 def reading() -> NixlConnectorWorker:
@@ -61,7 +69,12 @@ def test_a_failed_read_whose_handle_cannot_be_released_is_reported(poll: object)
     nixl = nixl_of(worker)
     nixl.on["check_xfer_state"] = poll  # type: ignore[assignment]
     nixl.on["release_xfer_handle"] = raising(BROKEN)
-    assert lives(step, worker)[1] == {"req-d"}
+    reported = lives(step, worker)[1]
+    if hasattr(worker, "_try_release_xfer_handle"):  # from 0.30.0 on upstream waits for that
+        assert reported == set()
+        del nixl.on["release_xfer_handle"]
+        reported = lives(step, worker)[1]
+    assert reported == {"req-d"}
     assert worker.get_block_ids_with_load_errors() == {1, 2}
     assert lives(step, worker) == (set(), set())
 
@@ -78,16 +91,13 @@ def test_notifications_that_cannot_be_fetched_are_fetched_later() -> None:
     assert lives(step, worker)[0] == {"req-p"}
 
 
-@pytest.mark.parametrize(
-    "payload",
-    [b"", b"\xff\xfe:1", b"req-p", b"req-p:", b"req-p:one", b"req-p:0", b"req-p:-1", b"req-p:3"],
-)
+@pytest.mark.parametrize("payload", SENSELESS)
 def test_a_notification_that_makes_no_sense_is_dropped_and_the_others_are_not(
     payload: bytes,
 ) -> None:
     worker = make_worker(engine_id="P", tp_size=2)
     hold(worker, "req-p")
-    nixl_of(worker).inbox = {"D": [payload, b"req-p:2"]}
+    nixl_of(worker).inbox = {"D": [payload, GOOD]}
     assert lives(step, worker)[0] == {"req-p"}
     assert counted(worker, "num_failed_notifications") == 1
 

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What hooks call in the part of the NIXL worker that pulling and pushing share, from 0.24.0 on."""
+
+from __future__ import annotations
+
+import queue
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+        NixlBaseConnectorWorker,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
+
+
+def count_later(worker: NixlBaseConnectorWorker) -> None:
+    """Count a failed handshake; called by its thread, which must not touch the statistics."""
+    # Made on demand, in one step: a test may make a worker without its constructor.
+    vars(worker).setdefault("_failed_handshakes", queue.SimpleQueue()).put(1)
+
+
+def count_failed_handshakes(worker: NixlBaseConnectorWorker) -> None:
+    """Enter what the handshake thread has counted into the statistics."""
+    waiting: queue.SimpleQueue[int] | None = vars(worker).get("_failed_handshakes")
+    while waiting is not None and not waiting.empty():  # one consumer
+        waiting.get_nowait()
+        worker.xfer_stats.record_failed_handshake()
+
+
+def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:
+    """Record a transfer that completed, and give its handle back.
+
+    Its KV is there, whatever happens to telemetry or handle.
+    """
+    try:
+        worker.xfer_stats.record_transfer(worker.nixl_wrapper.get_xfer_telemetry(handle))
+    except Exception as error:
+        worker._log_failure(failure_type="telemetry_failed", req_id=req_id, error=error)
+        worker.xfer_stats.record_failed_transfer()
+    release(worker, req_id, handle)
+
+
+def release(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:
+    """Give the handle of a transfer that has ended, or shall, back to NIXL."""
+    try:
+        worker.nixl_wrapper.release_xfer_handle(handle)
+    except Exception as error:
+        worker._log_failure(failure_type="handle_release_failed", req_id=req_id, error=error)
+        worker.xfer_stats.record_failed_transfer()

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which block of the prefill side goes into which block of ours, where upstream expands the ids.
+
+The rule is that of `vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks`: blocks are
+paired rightly, or the peer is refused in the handshake. From 0.24.0 on the scheduler also says how
+many blocks of each group the prefix cache already had, so that need not be inferred; and kernel
+blocks may differ in size in models of several groups.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks import (
+    _holds_all_tokens,
+    refuse_other_ratio,
+    refuse_unpairable_hybrid,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+        NixlBaseConnectorWorker,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+        NixlPullConnectorWorker,
+    )
+
+
+def refuse_hybrid(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """Refuse a peer of a Mamba hybrid whose blocks could not be paired with ours in a pull.
+
+    Raises:
+        RuntimeError: see `refuse_unpairable_hybrid`.
+    """
+    if worker._TRANSFER_MODE == "pull":
+        refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]
+
+
+def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """Refuse a peer whose ``--block-size`` differs where a pull cannot serve that.
+
+    Regions that belong to other groups on P than here are paired token by token, whatever the
+    sizes. Elsewhere a group that keeps a window of the prompt ends in a block that is padded
+    differently on both sides, and nothing says how far the window goes back.
+
+    Raises:
+        RuntimeError: the ratios differ; or the sizes of kernel blocks, on a CPU or with a window.
+    """
+    if worker._TRANSFER_MODE != "pull":
+        return
+    theirs = worker.dst_region_group_ids[peer.engine_id]
+    if worker.region_group_ids and worker.region_group_ids != theirs:
+        return
+    refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
+    specs = [group.kv_cache_spec for group in worker.kv_cache_config.transfer_groups]
+    if peer.block_size != worker.block_size and not all(map(_holds_all_tokens, specs)):
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
+            f"tokens, this engine of {worker.block_size}, and not every layer keeps the whole "
+            "prompt. Start prefill and decode with the same --block-size."
+        )
+
+
+def pair_smaller_blocks(
+    worker: NixlPullConnectorWorker,
+    req_id: str,
+    local_block_ids: BlockIds,
+    remote_block_ids: BlockIds,
+    block_size_ratio: int,
+) -> tuple[BlockIds, BlockIds]:
+    """Pair our kernel blocks with a peer's that hold fewer tokens.
+
+    Each of ours is read in `block_size_ratio` parts, numbered as `get_mapped_blocks` does it. The
+    peer holds the whole prompt; what the prefix cache had is left out at its start, and padding
+    at our end. States are whole. What is paired replaces the peer's blocks in the request's
+    metadata, from which the worker sees later what to clear.
+
+    Returns:
+        Parts of local blocks and remote blocks, equally many and of the same tokens in each
+        group. No local group at all where nothing is to be read.
+
+    Raises:
+        ValueError: we ask for more blocks than the prompt has.
+    """
+    if not any(local_block_ids):
+        return [], remote_block_ids
+    meta = worker._recving_metadata.get(req_id)
+    hits = meta.local_num_computed_blocks if meta is not None else ()
+    config = worker.kv_cache_config
+    ours, theirs = [list(ids) for ids in local_block_ids], [list(ids) for ids in remote_block_ids]
+    for group, index in enumerate(config.transfer_group_ids):
+        if not ours[group] or issubclass(worker._group_spec_types[group], MambaSpec):
+            continue
+        parts = worker.get_mapped_blocks(np.asarray(ours[group]), block_size_ratio).tolist()
+        of_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
+        hit = (
+            hits[index] * of_logical
+            if hits
+            else -(-len(theirs[group]) // of_logical) * of_logical - len(parts)
+        )
+        if hit < 0:
+            raise ValueError(
+                f"{len(ours[group])} local blocks of {block_size_ratio} parts were asked for, but "
+                f"there are only {len(theirs[group])} remote blocks"
+            )
+        theirs[group] = theirs[group][hit : hit + len(parts)]
+        ours[group] = parts[: len(theirs[group])]
+    if meta is not None and meta.remote is not None:
+        paired = zip(meta.remote.block_ids, theirs, ours, strict=True)
+        meta.remote.block_ids = [new if read else old for old, new, read in paired]
+    return ours, theirs

@@ -1,0 +1,197 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The check of `kv_transfer_params` where schedulers for pulling and for pushing are two classes.
+
+From 0.24.0 on. What is done with the outcome is the same as before and stays in
+`vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler`. Other than there, a request's
+blocks may be fewer than its prompt fills: some KV-cache groups are never transferred or have blocks
+of their own size, decode-context ranks share a prompt's blocks among them, and the last tokens of
+a prompt may be left to the decode server. And parameters may say more.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+from vllm.logger import init_logger
+from vllm.utils.math_utils import cdiv
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    MAX_TP_SIZE,
+    Problem,
+    asks_for_blocks,
+    find_problem,
+)
+
+if TYPE_CHECKING:
+    import zmq
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_scheduler import (
+        NixlBaseConnectorScheduler,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
+        NixlPullConnectorScheduler,
+    )
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+_NUMBERS = {
+    "dcp_size": (1, MAX_TP_SIZE),
+    "pp_size": (1, MAX_TP_SIZE),
+    "remote_registration_generation": (0, 2**63 - 1),
+}
+"""Fields that a prefill server may add, and what they may be."""
+
+
+def find_pull_problem(params: object, *, groups: int | None = None) -> Problem | None:
+    """Say what keeps blocks from being pulled with these parameters, if they ask for that.
+
+    `groups` as for `find_problem`: the KV-cache groups that are transferred.
+    """
+    if (problem := find_problem(params, groups=groups)) is not None:
+        return problem
+    if not isinstance(params, dict) or not asks_for_blocks(params):
+        return None
+    for field, (low, high) in _NUMBERS.items():
+        value = params.get(field, low)
+        if type(value) is not int or not low <= value <= high:
+            return Problem(field, f"must be an integer from {low} to {high}")
+    expiry = params.get("remote_blocks_expiry_time")
+    if expiry is not None and type(expiry) not in (int, float):
+        return Problem("remote_blocks_expiry_time", "must be a number of seconds")
+    return None
+
+
+# ---------------------------------------------------------------- in the scheduler
+
+
+def matches_only_readable(
+    method: Callable[[NixlPullConnectorScheduler, Request, int], tuple[int, bool]],
+) -> Callable[[NixlPullConnectorScheduler, Request, int], tuple[int, bool]]:
+    """Have `get_num_new_matched_tokens` promise tokens only where blocks can be read."""
+    return _checked(shared.matches_only_readable(method))
+
+
+def skips_ignored(nothing: object) -> Callable[[_Method], _Method]:
+    """Have a method that takes a request first return `nothing` for one that is not NIXL's."""
+
+    def decorate(method: _Method) -> _Method:
+        return _checked(shared.skips_ignored(nothing)(method))
+
+    return decorate
+
+
+def _checked(method: _Method) -> _Method:
+    """Look at a request's parameters before `method` believes them, if nobody did before."""
+
+    @functools.wraps(method)
+    def wrapper(
+        self: NixlBaseConnectorScheduler,
+        request: Request,
+        *args: Any,  # noqa: ANN401 - passed on as they are
+        **kwargs: Any,  # noqa: ANN401
+    ) -> object:
+        params = request.kv_transfer_params
+        if params is None or type(params) is shared.CheckedParams:
+            return method(self, request, *args, **kwargs)
+        # What a prefill server pushes is found otherwise; it needs no blocks in the parameters.
+        if self._TRANSFER_MODE == "pull" and "kv_cache_config" in vars(self):
+            request.kv_transfer_params = _check(
+                cast("NixlPullConnectorScheduler", self), request, params
+            )
+        else:
+            request.kv_transfer_params = shared.CheckedParams(
+                params if isinstance(params, dict) else {}
+            )
+        return method(self, request, *args, **kwargs)
+
+    return cast("_Method", wrapper)
+
+
+def _check(
+    scheduler: NixlPullConnectorScheduler, request: Request, params: object
+) -> shared.CheckedParams:
+    checked = shared.CheckedParams(params if isinstance(params, dict) else {})
+    groups = len(scheduler.kv_cache_config.transfer_groups)
+    shared._give_single_group_a_list(checked, groups)
+    problem = (
+        find_pull_problem(checked if isinstance(params, dict) else params, groups=groups)
+        or shared._engine_problem(scheduler, checked)
+        or _coverage_problem(scheduler, request, checked)
+    )
+    if problem is not None:
+        told = shared._disarm(scheduler, checked, groups)
+        logger.warning(
+            "Request %s cannot use the KV blocks it was given: %s. "
+            "Its prompt is computed here; %s.",
+            request.request_id,
+            problem,
+            "their owner is told to free them"
+            if told
+            else "their owner cannot be told and keeps them until its own timeout",
+        )
+    return checked
+
+
+def _coverage_problem(
+    scheduler: NixlPullConnectorScheduler, request: Request, params: shared.CheckedParams
+) -> Problem | None:
+    """Too few blocks for what is to be read of the prompt.
+
+    A peer's blocks may be smaller than ours but not larger. State caches (Mamba) do not go by
+    tokens, nor do hybrids' block sizes.
+    """
+    if scheduler._has_mamba or not asks_for_blocks(params):
+        return None
+    tokens = len(request.prompt_token_ids or ())
+    if params.get("do_remote_prefill"):
+        tokens = scheduler._get_remote_prefill_token_count(tokens)
+    else:
+        tokens = min(tokens, params.get("remote_num_tokens") or 0)
+    parallel = scheduler.vllm_config.parallel_config
+    ranks = max(parallel.decode_context_parallel_size, params.get("dcp_size", 1))
+    ranks *= parallel.prefill_context_parallel_size
+    for theirs, window, group in zip(
+        params["remote_block_ids"],
+        scheduler.blocks_per_sw,
+        scheduler.kv_cache_config.transfer_groups,
+        strict=True,
+    ):
+        size = max(scheduler.block_size, group.kv_cache_spec.block_size) * ranks
+        needed = cdiv(tokens, size)
+        # Blocks outside a sliding window are never sent.
+        least = min(needed, window) if window and scheduler._is_hma_required else needed
+        if len(theirs) < least:
+            return Problem(
+                "remote_block_ids",
+                f"has {len(theirs)} blocks where {tokens} tokens need {least}",
+            )
+    return None
+
+
+# ---------------------------------------------------------------- the listener
+
+
+def answer_handshake(
+    socket: zmq.Socket[bytes],
+    identity: bytes,
+    encoded: dict[tuple[int, int], bytes],
+    rank: tuple[object, object],
+    clock: bytes,
+) -> None:
+    """Answer a peer that asks for the metadata of a pipeline and tensor rank, and for the time.
+
+    The peer's client said how many ranks there are here. Asked for one that does not exist, the
+    listener must go on listening; an empty answer fails that handshake.
+    """
+    pipeline, tensor = rank
+    answer = None
+    if isinstance(pipeline, int) and isinstance(tensor, int):
+        answer = encoded.get((pipeline, tensor))
+    if answer is None:
+        logger.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
+    socket.send_multipart((identity, b"", answer or b"", clock))

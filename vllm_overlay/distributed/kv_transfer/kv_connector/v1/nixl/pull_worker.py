@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What can go wrong in a pull, for workers that wait for the last read themselves.
+
+From 0.30.0 on a worker keeps the receives that failed (`_recv_failures`) and reports each once none
+of its reads is left in `_recving_transfers`; up to 0.29.0 that is ours to do, see
+`vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive`. What is left here is to bring
+every failure to it, and to tell P.
+
+A handle of a failed read that NIXL will not release is upstream's to keep, from 0.30.0 on: the read
+counts as in flight, and its request is not reported, until NIXL has released it.
+
+Everything runs on the worker's main thread.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import release
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        RemoteMeta,
+        ReqId,
+        ReqMeta,
+        TransferHandle,
+    )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+        NixlPullConnectorWorker,
+    )
+
+_Rank = tuple[int, int]
+"""Pipeline and tensor rank of P."""
+
+_ReadBlocks = Callable[..., bool]
+_ReadForRequest = Callable[["NixlPullConnectorWorker", str, "ReqMeta"], None]
+
+
+def _fail(worker: NixlPullConnectorWorker, req_id: ReqId, error: Exception) -> None:
+    """Fail a receive over what P said about itself or this request."""
+    worker._log_failure(
+        failure_type="transfer_setup_failed",
+        req_id=req_id,
+        msg="Marking blocks as invalid",
+        error=error,
+    )
+    worker._handle_failed_transfer(req_id, None, worker._recv_failures)
+
+
+# ---------------------------------------------------------------- 40364
+
+
+def fails_its_request(read: _ReadBlocks) -> _ReadBlocks:
+    """Have `_read_blocks` fail its request, not the engine, where P's blocks make no sense here."""
+
+    @functools.wraps(read)
+    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
+        try:
+            return read(self, **arguments)
+        except Exception as error:
+            _fail(self, arguments["request_id"], error)
+            return False
+
+    return wrapper
+
+
+# ---------------------------------------------------------------- K01
+
+
+def fails_between_reads(read: _ReadForRequest) -> _ReadForRequest:
+    """Have `_read_blocks_for_req` fail its request wherever it ends, also between two reads.
+
+    Those that were posted are left to end before the request is reported.
+    """
+
+    @functools.wraps(read)
+    def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
+        try:
+            read(self, req_id, meta)
+        except Exception as error:
+            _fail(self, req_id, error)
+
+    return wrapper
+
+
+# ---------------------------------------------------------------- K09
+
+
+class GuardsNixl(NixlBaseConnectorWorker):
+    """A base for `NixlPullConnectorWorker`: a handle that NIXL keeps does not stop a shutdown."""
+
+    def shutdown(self) -> None:
+        """Shut down, whatever becomes of the reads that are left."""
+        for req_id, handles in self.__dict__.get("_recving_transfers", {}).items():
+            while handles:
+                release(self, req_id, handles.pop())
+        super().shutdown()
+
+
+def notifications(worker: NixlPullConnectorWorker) -> Iterable[list[bytes]]:
+    """Return what peers have sent since the last call, without what cannot be read."""
+    try:
+        arrived = worker.nixl_wrapper.get_new_notifs()
+    except Exception as error:
+        worker._log_failure("notification_poll_failed", None, error=error)
+        worker.xfer_stats.record_failed_notification()
+        return ()
+    return [[n for n in sent if _readable(worker, n, peer)] for peer, sent in arrived.items()]
+
+
+def _readable(worker: NixlPullConnectorWorker, notification: bytes, peer: str) -> bool:
+    """Whether it is "<request id>:<readers of this rank>", or "HB:<request ids>"."""
+    try:
+        text = notification.decode("utf-8")
+        if not text.startswith("HB:") and (readers := int(text.rsplit(":", 1)[1])) < 1:
+            raise ValueError(f"{readers} readers")
+    except Exception as error:
+        worker._log_failure(
+            "notification_unreadable",
+            None,
+            error=error,
+            remote_agent_name=peer,
+            payload=repr(notification)[:100],
+        )
+        worker.xfer_stats.record_failed_notification()
+        return False
+    return True
+
+
+# ---------------------------------------------------------------- K08
+
+
+class _Reads(NamedTuple):
+    """The reads of one receive.
+
+    Attributes:
+        remote: P's side of it.
+        readers: how many of our ranks P's ranks wait for.
+        told: ranks of P that know that they need not wait: told by us, or by NIXL together with
+            the data once their read ends well.
+        rank: which of them a read is from.
+        unread: those whose read has ended badly.
+    """
+
+    remote: RemoteMeta
+    readers: int
+    told: set[_Rank]
+    rank: dict[TransferHandle, _Rank]
+    unread: set[_Rank]
+
+
+class TellsUnreadRanks(NixlBaseConnectorWorker):
+    """A base for `NixlPullConnectorWorker`: after a failed receive, P's ranks that wait are told.
+
+    Each once, and only those that nobody has told: P counts its readers, and one word too many
+    would free blocks that another rank of ours still reads.
+    """
+
+    @functools.cached_property
+    def _reads(self) -> dict[ReqId, _Reads]:
+        """Of the receives that are awaited and whose P is connected."""
+        return {}
+
+    def _handle_failed_transfer(
+        self,
+        req_id: str,
+        handle: TransferHandle | None,
+        failed_req_ids: set[str] | None = None,
+        record_failed_transfer: bool = True,
+    ) -> bool:
+        reads = self._reads.get(req_id)
+        if reads is not None and handle in reads.rank:
+            # A rank that is read in two parts (mixed memory) is told when both have arrived.
+            reads.unread.add(reads.rank[handle])
+        return super()._handle_failed_transfer(
+            req_id, handle, failed_req_ids, record_failed_transfer
+        )
+
+    def get_transfer_results(self) -> KVConnectorTransferResults:
+        """Report what has ended; tell P of what has failed."""
+        results = super().get_transfer_results()
+        for req_id in results.finished_recving:
+            reads = self._reads.pop(req_id, None)
+            if reads is not None and req_id in results.failed_recving:
+                self._tell(req_id, reads)
+        return results
+
+    def _tell(self, req_id: ReqId, reads: _Reads) -> None:
+        # A client may have made up an id that is no text; P does not know it anyhow.
+        word = f"{reads.remote.request_id}:{reads.readers}".encode(errors="replace")
+        # Not by index: that would make the engine look connected.
+        for rank, agent in self._remote_agents.get(reads.remote.engine_id, {}).items():
+            if rank in reads.told and rank not in reads.unread:
+                continue
+            try:
+                self.nixl_wrapper.send_notif(agent, notif_msg=word)
+            except Exception as error:
+                self._log_failure(
+                    "notification_failed", req_id, error=error, remote_agent_name=agent
+                )
+                self.xfer_stats.record_failed_notification()
+
+
+def notes_who_is_told(read: _ReadBlocks) -> _ReadBlocks:
+    """Have `_read_blocks` note which rank of P hears of it, and when."""
+
+    @functools.wraps(read)
+    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
+        req_id, rank = arguments["request_id"], (0, arguments["read_spec"].remote_rank)
+        reads = self._reads.get(req_id)
+        if reads is None:  # nobody awaits it
+            return read(self, **arguments)
+        before = len(self._recving_transfers.get(req_id, ()))
+        deferred = len(self._pending_recv_notifs.get(req_id, ()))
+        if not read(self, **arguments):
+            return False
+        posted = self._recving_transfers.get(req_id, [])[before:]
+        reads.rank.update(dict.fromkeys(posted, rank))
+        if len(self._pending_recv_notifs.get(req_id, ())) == deferred:
+            reads.told.add(rank)
+        return True
+
+    return wrapper
+
+
+def tells_the_others(read: _ReadForRequest) -> _ReadForRequest:
+    """Have `_read_blocks_for_req` keep what has to be known of its reads, should one fail."""
+
+    @functools.wraps(read)
+    def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
+        assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+        agents = self._remote_agents.get(meta.remote.engine_id)
+        if agents is None or req_id not in self._recving_metadata:
+            read(self, req_id, meta)
+            return
+        plan = self.tp_mappings[meta.remote.engine_id]
+        reads = _Reads(meta.remote, plan.local_consumers, set(), {}, set())
+        self._reads[req_id] = reads
+        read(self, req_id, meta)
+        if self.use_mla and len(plan.all_source_ranks) == 1 and req_id not in self._recv_failures:
+            # Ranks with the same latent cache as the one that is read have been told meanwhile.
+            reads.told.update(agents.keys() - {(0, plan.all_source_ranks[0])})
+
+    return wrapper
