@@ -40,7 +40,7 @@ REAL: Mapping[str, Any] = {"NixlWrapper": _agent, "nixl_agent_config": _api.nixl
 """For `make_worker` and `surroundings`."""
 
 
-def await_finished(worker: NixlConnectorWorker, timeout: float = 60.0) -> tuple[set[str], set[str]]:
+def await_finished(worker: NixlConnectorWorker, timeout: float = 10.0) -> tuple[set[str], set[str]]:
     """Step until something is reported: requests done sending, requests done receiving.
 
     Raises:
