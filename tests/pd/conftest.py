@@ -30,7 +30,7 @@ from pathlib import Path
 import pytest
 
 from tests.pd.client import body, tokens_of
-from tests.pd.deployment import PROMPTS, TOKENS, Deployment, Note, Start
+from tests.pd.deployment import PROMPTS, TOKENS, Deployment, Note, Plain, Start
 from tests.pd.model import make_model
 from tests.pd.server import Server, Side
 
@@ -114,7 +114,7 @@ def start(side: Side, model: Path, logs: Callable[[str], Path]) -> Iterator[Star
 @pytest.fixture(scope="session")
 def plain(
     pytestconfig: pytest.Config, sides: dict[str, Side], model: Path, logs: Callable[[str], Path]
-) -> dict[str, list[int]]:
+) -> Plain:
     """Ask a plain server of the stock wheel; a later run with the same inputs reads its answers."""
     stock = sides["stock"]
     given = [stock.wheel, (model / "model.safetensors").read_bytes().hex(), *PROMPTS]
@@ -138,7 +138,7 @@ def prompts() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def shared(
-    plain: dict[str, list[int]], side: Side, model: Path, logs: Callable[[str], Path]
+    plain: Plain, side: Side, model: Path, logs: Callable[[str], Path]
 ) -> Iterator[Deployment]:
     """The deployment of the session; `plain` has had the machine for itself before."""
     deployment = Deployment(side, model, logs)

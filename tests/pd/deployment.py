@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.pd.client import Params, body, prefill
+import httpx
+
+from tests.pd.client import Params, body, prefill, tokens_of
 from tests.pd.server import Server, Side
 
-LEASE_S = 30
+LEASE_S = 15
 """VLLM_NIXL_ABORT_REQUEST_TIMEOUT of P: after this many seconds stock frees what nobody fetched."""
 
 TOKENS = 12
@@ -18,6 +20,8 @@ TOKENS = 12
 PROMPTS = tuple(f"{n:03d} " + "the quick brown fox jumps over it " * 3 for n in range(320))
 """Prompts of 106 tokens, seven blocks, that differ in their first."""
 
+Plain = dict[str, list[int]]
+"""The greedy tokens of a plain server by prompt."""
 Note = Callable[..., None]
 """Puts measured figures into the report, by name."""
 Start = Callable[..., Server]
@@ -111,3 +115,16 @@ class Deployment:
         """End both."""
         for server in self._servers.values():
             server.stop()
+
+
+def ask(d: Server, prompt: str, params: Params) -> httpx.Response:
+    """Have `d` go on with what a P is said to hold."""
+    return d.post("/v1/completions", body(prompt, TOKENS, kv_transfer_params=params))
+
+
+def assert_served(d: Server, prompt: str, params: Params, plain: Plain) -> None:
+    """D answers with the tokens of a plain server, wherever the KV came from."""
+    answer = ask(d, prompt, params)
+    assert answer.status_code == 200, f"{answer.status_code}: {answer.text}"
+    assert tokens_of(answer.json()) == [plain[prompt]]
+    assert d.healthy, "D answered, and is gone"

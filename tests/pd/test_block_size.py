@@ -12,13 +12,13 @@ from itertools import islice
 import pytest
 
 from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Start
+from tests.pd.deployment import TOKENS, Deployment, Plain, Start
 from tests.pd.server import BLOCK, BLOCKS, Server
 
 
 @pytest.mark.shows("K07")
 def test_tokens_with_two_block_sizes(
-    pd: Deployment, start: Start, plain: dict[str, list[int]], prompts: Iterator[str]
+    pd: Deployment, start: Start, plain: Plain, prompts: Iterator[str]
 ) -> None:
     sizes = ["--block-size", str(2 * BLOCK), "--num-gpu-blocks-override", str(BLOCKS // 2)]
     large = start("large-blocks", transfer={}, arguments=sizes, core=1).wait_ready()
@@ -26,9 +26,7 @@ def test_tokens_with_two_block_sizes(
     assert wrong(large, pd.d, plain, islice(prompts, 4)) == {}
 
 
-def wrong(
-    p: Server, d: Server, plain: dict[str, list[int]], prompts: Iterator[str]
-) -> dict[str, object]:
+def wrong(p: Server, d: Server, plain: Plain, prompts: Iterator[str]) -> dict[str, object]:
     """Return what D made of those of `prompts` that it did not answer as a plain server."""
     found: dict[str, object] = {}
     for prompt in prompts:

@@ -9,10 +9,9 @@ from itertools import islice
 import pytest
 
 from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain
 from tests.pd.server import BLOCKS
 
-Plain = dict[str, list[int]]
 LONG = 200  # so that P overwrites what it freed before the first choice ends
 LONGER = 340  # the most that leaves room in D's cache for all
 

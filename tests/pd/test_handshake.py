@@ -16,11 +16,10 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.pd.client import Params, body, gone_p, lying_p, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note, Start
+from tests.pd.client import body, gone_p, lying_p, prefill, tokens_of
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain, Start, ask, assert_served
 from tests.pd.server import Server
 
-Plain = dict[str, list[int]]
 RUNNING = 4
 LONG = 300
 
@@ -40,19 +39,6 @@ def undisturbed(d: Server, prompts: Iterator[str], plain: Plain) -> Iterator[Non
             tokens = tokens_of(answer.json())[0]
             assert len(tokens) == LONG
             assert tokens[:TOKENS] == plain[prompt]
-
-
-def ask(d: Server, prompt: str, params: Params) -> httpx.Response:
-    """Have `d` go on with what a P is said to hold."""
-    return d.post("/v1/completions", body(prompt, TOKENS, kv_transfer_params=params))
-
-
-def assert_served(d: Server, prompt: str, params: Params, plain: Plain) -> None:
-    """D answers with the tokens of a plain server, wherever the KV came from."""
-    answer = ask(d, prompt, params)
-    assert answer.status_code == 200, f"{answer.status_code}: {answer.text}"
-    assert tokens_of(answer.json()) == [plain[prompt]]
-    assert d.healthy, "D answered, and is gone"
 
 
 FAILURES = {"dead port": gone_p, "wrong engine id": lying_p}

@@ -13,13 +13,12 @@ import httpx
 import pytest
 
 from tests.pd.client import Params, body, gone_p, leave, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 
 REQUESTS = 200
 AT_ONCE = 8
 SHARES = {"rejected": 40, "disconnected": 10, "failing handshake": 10}
-Plain = dict[str, list[int]]
 
 
 @pytest.mark.shows("41269", "40364")

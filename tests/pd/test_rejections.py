@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.pd.client import Params, body, leave, prefill
-from tests.pd.deployment import Deployment, Note
+from tests.pd.deployment import Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 
 COMPLETIONS = "/v1/completions"
@@ -172,7 +172,7 @@ MALFORMED: dict[str, tuple[Changes, bool]] = {
 
 @pytest.mark.shows("K04")
 def test_malformed_parameters_harm_nobody(
-    pd: Deployment, prompts: Iterator[str], plain: dict[str, list[int]], note: Note
+    pd: Deployment, prompts: Iterator[str], plain: Plain, note: Note
 ) -> None:
     """A clear 400 or an answer that D computed itself; both servers live; P holds nothing."""
     answers: dict[str, int] = {}

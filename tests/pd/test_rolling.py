@@ -7,8 +7,8 @@ from itertools import islice
 
 import pytest
 
-from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note, Start
+from tests.pd.client import prefill
+from tests.pd.deployment import Deployment, Note, Plain, Start, assert_served
 from tests.pd.server import Side
 
 
@@ -19,7 +19,7 @@ def test_one_of_the_two_is_still_stock(
     pd: Deployment,
     start: Start,
     sides: dict[str, Side],
-    plain: dict[str, list[int]],
+    plain: Plain,
     prompts: Iterator[str],
     note: Note,
 ) -> None:
@@ -28,10 +28,7 @@ def test_one_of_the_two_is_still_stock(
     p, d = (other, pd.d) if stock == "P" else (pd.p, other)
     moved = d.metric("nixl_bytes_transferred_sum")
     for prompt in islice(prompts, 4):
-        asked = body(prompt, TOKENS, kv_transfer_params=prefill(p, prompt))
-        answer = d.post("/v1/completions", asked)
-        assert answer.status_code == 200, answer.text
-        assert tokens_of(answer.json()) == [plain[prompt]]
+        assert_served(d, prompt, prefill(p, prompt), plain)
     moved = d.metric("nixl_bytes_transferred_sum") - moved
     note(bytes_moved=moved)
     assert moved > 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.pd.client import body, tokens_of
-from tests.pd.deployment import LEASE_S, TOKENS, Deployment, Note
+from tests.pd.deployment import LEASE_S, TOKENS, Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 from tests.pd.router import Router
 from tests.pd.server import BLOCKS, Server
@@ -31,7 +31,7 @@ def router(pd: Deployment, logs: Callable[[str], Path]) -> Iterator[Router]:
 
 
 def test_the_router_serves(
-    router: Router, pd: Deployment, plain: dict[str, list[int]], prompts: Iterator[str]
+    router: Router, pd: Deployment, plain: Plain, prompts: Iterator[str]
 ) -> None:
     moved = pd.d.metric("nixl_bytes_transferred_sum")
     for prompt in islice(prompts, 8):

@@ -9,12 +9,12 @@ import openai
 import pytest
 
 from tests.pd.client import REMOTE_DECODE
-from tests.pd.deployment import TOKENS, Deployment, Note
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 def test_eight_prompts_give_the_tokens_of_a_plain_server(
-    stream: bool, pd: Deployment, plain: dict[str, list[int]], prompts: Iterator[str], note: Note
+    stream: bool, pd: Deployment, plain: Plain, prompts: Iterator[str], note: Note
 ) -> None:
     moved = pd.d.metric("nixl_bytes_transferred_sum")
     with (

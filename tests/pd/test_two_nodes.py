@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import TOKENS
+from tests.pd.deployment import TOKENS, Plain
 from tests.pd.nodes import start_two_nodes
 from tests.pd.server import Server, Side
 
@@ -52,7 +52,7 @@ def test_a_lease_means_the_same_on_both_nodes(engines: TwoNodes, prompts: Iterat
 
 @pytest.mark.shows("39907")
 def test_d_reads_from_the_ranks_of_both(
-    engines: TwoNodes, plain: dict[str, list[int]], prompts: Iterator[str]
+    engines: TwoNodes, plain: Plain, prompts: Iterator[str]
 ) -> None:
     prompt = next(prompts)
     held = engines.p.blocks_held()
