@@ -11,8 +11,10 @@ import httpx
 from tests.pd.client import Params, body, prefill, tokens_of
 from tests.pd.server import Server, Side
 
-LEASE_S = 15
-"""VLLM_NIXL_ABORT_REQUEST_TIMEOUT of P: after this many seconds stock frees what nobody fetched."""
+LEASE_S = 20
+"""VLLM_NIXL_ABORT_REQUEST_TIMEOUT of P: after this many seconds stock frees what nobody fetched.
+
+Longer than any test of refusals takes, or the end of an old lease would look like a release."""
 
 TOKENS = 12
 """Length of each answer that `plain` knows."""
