@@ -75,11 +75,16 @@ def fails_its_request(read: _ReadBlocks) -> _ReadBlocks:
 def fails_between_reads(read: _ReadForRequest) -> _ReadForRequest:
     """Have `_read_blocks_for_req` fail its request wherever it ends, also between two reads.
 
-    Those that were posted are left to end before the request is reported.
+    Those that were posted are left to end before the request is reported. Without a connection
+    there are no reads, and what fails is the handshake.
     """
 
     @functools.wraps(read)
     def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
+        assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+        if meta.remote.engine_id not in self._remote_agents:
+            read(self, req_id, meta)
+            return
         try:
             read(self, req_id, meta)
         except Exception as error:
