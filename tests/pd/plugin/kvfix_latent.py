@@ -6,6 +6,7 @@ are no prefix hits and no chunked prefill, which vLLM switches off for these mod
 
 from __future__ import annotations
 
+from contextlib import suppress
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonMetadata
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backend import MLAAttentionImpl
+
+# From 0.21.0 on each layer also makes one of these. `LatentAttention` never asks it for anything,
+# and without its kernels it must not be made as it would make itself.
+with suppress(ModuleNotFoundError):
+    from vllm.v1.attention.backends.mla.prefill import flash_attn
+
+    del flash_attn.FlashAttnPrefillBackend.__init__
 
 
 class LatentBackend(MLACommonBackend):
