@@ -343,7 +343,7 @@ class TestOwnWheel:
 
 
 class TestRelease:
-    @pytest.mark.parametrize("name", ["9.9.9", "main", "0.20.2rc1", "0.19.1"])
+    @pytest.mark.parametrize("name", ["9.9.9", "main", "0.20.2rc1", "0.17.1"])
     def test_that_is_unknown(self, checkout: Checkout, name: str) -> None:
         said_no(checkout.run("apply", name), 10, repr(name), "0.20.0, 0.20.1, 0.20.2, 0.21.0")
 
