@@ -52,10 +52,14 @@ class Spared:
 
 @dataclass(frozen=True)
 class Unpatched:
-    """Releases that have the defect and, on purpose, get no patch from their line, and why."""
+    """Releases that have the defect and, on purpose, get no patch from their line, and why.
+
+    With `tests`, that holds only for what these of our tests are about; the rest has its patch.
+    """
 
     releases: str  # a PEP 440 specifier
     reason: str
+    tests: Sequence[str] = ()
 
 
 @dataclass(frozen=True)
@@ -169,8 +173,15 @@ class Fix:
 
     def unpatched_on(self, release: str) -> str:
         """Return why `release`, which has the defect, gets no patch; empty where it gets one."""
-        reasons = (one.reason for one in self.unpatched if _includes(one.releases, release))
+        whole = (one for one in self.unpatched if not one.tests)
+        reasons = (one.reason for one in whole if _includes(one.releases, release))
         return next(reasons, "") if self.affects(release) else ""
+
+    def left_open_on(self, release: str) -> tuple[str, ...]:
+        """Return those of our tests that say nothing of `release`, which has a patch otherwise."""
+        return tuple(
+            test for one in self.unpatched if _includes(one.releases, release) for test in one.tests
+        )
 
 
 @dataclass(frozen=True)

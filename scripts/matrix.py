@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.fixes import Fix, Registry
+from scripts.fixes import Fix, Registry, Unpatched
 from scripts.project import ROOT
 from scripts.series import load_series, releases_by_line
 
@@ -69,12 +70,20 @@ def _details(registry: Registry, held: dict[str, set[str]]) -> str:
             f"Needs {needs}. Wire: {fix.wire_compat}.\n"
         )
         for one in fix.unpatched:
-            parts.append(f"Open on {one.releases}, without a patch: {one.reason}.\n")
+            parts.append(f"Open on {one.releases}, without a patch{_part(one)}: {one.reason}.\n")
         for spared in fix.spared:
-            names = ", ".join(f"`{test.rpartition('::')[2]}`" for test in spared.tests)
+            names = _names(spared.tests)
             parts.append(f"On {spared.releases} {spared.reason}: {names} pass on stock.\n")
         for test in fix.upstream_tests:
             parts.append(
                 f"Upstream's own `{test.test}` ({test.releases}) fails with it: {test.reason}.\n"
             )
     return "\n".join(parts)
+
+
+def _part(one: Unpatched) -> str:
+    return f", what {_names(one.tests)} show" if one.tests else ""
+
+
+def _names(tests: Iterable[str]) -> str:
+    return ", ".join(f"`{test.rpartition('::')[2]}`" for test in tests)

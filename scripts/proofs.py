@@ -41,6 +41,7 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
     It is the same on every machine: the release goes in by its sdist, not by one of its wheels.
     """
     parts = [load_lock()[release].sdist.sha256, *map(_sha256_of_file, _test_files(fix.tests))]
+    parts += fix.left_open_on(release)
     if side == "patched":
         parts.append(_patch_set(load_lock()[release].line))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -84,12 +85,19 @@ def record(
         own = {
             node: asdict(outcome)
             for node, outcome in outcomes.items()
-            if any(is_of(node, test) for test in fix.tests)
+            if counts(node, fix, release)
         }
         document.setdefault(fix.id, {})[side] = {"inputs": key, "outcomes": own}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
+
+
+def counts(node: str, fix: Fix, release: str) -> bool:
+    """Whether the node id `node` is one of the tests of `fix` that say something of `release`."""
+    return any(is_of(node, test) for test in fix.tests) and not any(
+        is_of(node, test) for test in fix.left_open_on(release)
+    )
 
 
 @cache

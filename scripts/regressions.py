@@ -12,7 +12,7 @@ A release also has to answer the handshake with one hash, stock or patched, for 
 engine by engine. Where the registry says that a release does not have the defect, or not the part
 that a test is about (`spared`), the tests have to pass on stock. A test that errors or is skipped
 proves nothing and fails the session. A fix that has no patch there on purpose (`unpatched`) is left
-out.
+out; where that is so of a part of it, the part's tests are.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.proofs import inputs, record
+from scripts.proofs import counts, inputs, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.series import Series, load_series
 from scripts.terminal import entry, err, out
@@ -140,8 +140,8 @@ def prove(release: str, fixes: list[Fix], registry: Registry) -> Proof:
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
-            stock=of_fix(fix, sides["stock"]),
-            patched=of_fix(fix, sides["patched"]),
+            stock=of_fix(fix, release, sides["stock"]),
+            patched=of_fix(fix, release, sides["patched"]),
             alone=alone_by_fix.get(fix.id, {}),
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
@@ -187,13 +187,9 @@ def _alone(
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def of_fix(fix: Fix, outcomes: Outcomes) -> Outcomes:
-    """Return the outcomes of the tests of `fix`, by node id."""
-    return {node: outcome for node, outcome in outcomes.items() if _belongs(node, fix)}
-
-
-def _belongs(node: str, fix: Fix) -> bool:
-    return any(is_of(node, test) for test in fix.tests)
+def of_fix(fix: Fix, release: str, outcomes: Outcomes) -> Outcomes:
+    """Return the outcomes, by node id, of the tests of `fix` that say something of `release`."""
+    return {node: one for node, one in outcomes.items() if counts(node, fix, release)}
 
 
 def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:
@@ -213,7 +209,7 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
         yield f"{verdict.fix}: no test fails on stock by an assertion about behaviour"
     turned = registry.with_dependencies({verdict.fix})
     for fix in fixes:
-        own = of_fix(fix, verdict.alone)
+        own = of_fix(fix, release, verdict.alone)
         if fix.id in turned:
             yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed")
         elif fix.affects(release):

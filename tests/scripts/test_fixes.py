@@ -75,6 +75,13 @@ class TestReading:
         assert fix.unpatched_on("0.19.1") == ""
         assert fix.unpatched_on("0.21.0") == ""  # it does not have the defect
 
+    def test_gives_the_tests_of_a_part_that_has_no_patch(self, tmp_path: Path) -> None:
+        more = 'releases = "<0.20"\nreason = "no such endpoint"\ntests = ["tests/a.py::test[x]"]\n'
+        fix = loaded(tmp_path, f"{HEAD}{ENTRY}[[fix.unpatched]]\n{more}")["1"]
+        assert fix.left_open_on("0.19.1") == ("tests/a.py::test[x]",)
+        assert fix.left_open_on("0.20.0") == ()
+        assert fix.unpatched_on("0.19.1") == ""
+
     @pytest.mark.parametrize(
         ("old", "new", "fault"),
         [

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fixes import Registry, Spared
+from scripts.fixes import Registry, Spared, Unpatched
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
-from scripts.regressions import Outcomes, Verdict, _as_json, _belongs, _faults, of_fix
+from scripts.regressions import Outcomes, Verdict, _as_json, _faults, of_fix
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"
@@ -197,8 +197,16 @@ def test_one_test_of_several_may_fail_for_want_of_a_name() -> None:
 )
 def test_a_node_belongs_to_the_fix_that_names_it(node: str, belongs: bool) -> None:
     fix = toys.fix("1", tests=("tests/a.py", "tests/b.py::one"))
-    assert _belongs(node, fix) is belongs
-    assert bool(of_fix(fix, {node: PASSED})) is belongs
+    assert bool(of_fix(fix, "0.20.2", {node: PASSED})) is belongs
+
+
+@pytest.mark.parametrize(("release", "says"), [("0.20.2", False), ("0.21.0", True)])
+def test_a_part_without_a_patch_is_left_out(release: str, says: bool) -> None:
+    part = Unpatched("==0.20.2", "nobody can meet it", ["tests/a.py::part"])
+    fix = toys.fix("1", tests=("tests/a.py",), unpatched=(part,))
+    assert fix.unpatched_on(release) == ""
+    assert bool(of_fix(fix, release, {"tests/a.py::part[x]": FAILED})) is says
+    assert of_fix(fix, release, {"tests/a.py::rest": FAILED})
 
 
 def test_the_report_says_whether_a_fix_stands_alone() -> None:

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether a model keeps recurrent states. The NIXL scheduler says so itself from 0.19.0 on."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+
+class KnowsMamba:
+    """A base for `NixlConnectorScheduler` up to 0.18.1."""
+
+    kv_cache_config: KVCacheConfig
+
+    @property
+    def _has_mamba(self) -> bool:
+        groups = self.kv_cache_config.kv_cache_groups
+        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
