@@ -49,7 +49,7 @@ def _cell(fix: Fix, release: str, held: set[str]) -> str:
 
 def _first(fix: Fix) -> str:
     """Return the first sentence of the symptom: the log line or status that an operator sees."""
-    return re.split(r"(?<=[^.][.;])\s", " ".join(fix.symptom.split()), maxsplit=1)[0].rstrip(".;")
+    return re.split(r"(?<=[^.]\.)\s", " ".join(fix.symptom.split()), maxsplit=1)[0].rstrip(".")
 
 
 def _details(registry: Registry, held: dict[str, set[str]]) -> str:

@@ -20,7 +20,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.nixl_release import NixlAgentMetadata, NixlConnectorWorker
 from tests.nixl_worker import (
-    PACKED,
+    BESIDE,
     SCRIPTED,
     GroupKind,
     make_worker,
@@ -242,7 +242,7 @@ class _Side:
 
     def _kernel_block(self, cache: torch.Tensor, index: int, split: int) -> torch.Tensor:
         """One kernel block as (keys and values, parts, heads, tokens of a part, head size)."""
-        if PACKED:  # blocks, heads, tokens, keys and values of each
+        if BESIDE and cache.dim() == 4:  # blocks, heads, tokens, keys and values of each
             block = cache[index]
             return block.view(1, split, block.shape[0], self.kernel // split, -1)
         if cache.dim() == 3:  # latent: blocks, tokens, elements

@@ -49,6 +49,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
@@ -81,8 +82,16 @@ _MODULE: Any = sys.modules[NixlConnectorWorker.__mro__[-2].__module__]
 """Where the worker's constructor finds its names: from 0.24.0 on with what pull and push share."""
 
 PACKED = "layers" in {field.name for field in dataclasses.fields(KVCacheTensor)}
-"""Keys and values lie beside each other in a cache whose first dimension is the blocks, and the
-layout is part of the configuration: from 0.29.0 on."""
+"""The layout of a cache is part of the configuration: from 0.29.0 on."""
+
+_TOPOLOGY = vars(kv_connector_utils).get("TransferTopology")
+
+BESIDE = PACKED or (_TOPOLOGY is not None and not hasattr(_TOPOLOGY, "split_k_and_v"))
+"""Keys and values lie beside each other in a cache whose first dimension is the blocks: from 0.26.0
+on."""
+
+_ONE_STATE = BESIDE and not hasattr(_TOPOLOGY, "get_transfer_cache_regions")
+"""All states of a layer are one cache: from 0.27.0 on."""
 
 _STAGES = "remote_pp_size" in inspect.signature(NixlConnectorWorker._nixl_handshake).parameters
 """Peers may have several pipeline stages: from 0.26.0 on."""
@@ -443,6 +452,8 @@ def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]
         ) -> tuple[int, ...]:
             if mla:
                 return (num_blocks, block_size, head_size)
+            if BESIDE:
+                return (num_blocks, num_kv_heads, block_size, 2 * head_size)
             return (2, num_blocks, block_size, num_kv_heads, head_size)
 
     return TinyBackend
@@ -536,13 +547,14 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
             raw = storage[name]
             if isinstance(spec, MambaSpec):
                 blocks = raw.view(config.num_blocks, -1)
-                caches[name] = blocks if PACKED else states_in(blocks, spec)
+                caches[name] = blocks if _ONE_STATE else states_in(blocks, spec)
                 continue
             kernel_blocks = config.num_blocks * spec.block_size // kernel_block_size
             flat = raw.view(DTYPE)
-            if PACKED:
+            latent = isinstance(spec, MLAAttentionSpec)
+            if PACKED or (BESIDE and not latent):
                 caches[name] = flat.view(kernel_blocks, spec.num_kv_heads, kernel_block_size, -1)
-            elif isinstance(spec, MLAAttentionSpec):
+            elif latent:
                 caches[name] = flat.view(kernel_blocks, kernel_block_size, spec.head_size)
             elif hybrid:  # blocks first, so that states and attention can share pages
                 caches[name] = flat.view(
@@ -557,7 +569,7 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
 
 def states_in(cache: Any, spec: MambaSpec) -> list[torch.Tensor]:  # noqa: ANN401 - see allocate
     """The parts of the states in a cache, each with the blocks first; what it is made of already up
-    to 0.22.1, and lies one after the other in each block later."""
+    to 0.26.0, and lies one after the other in each block later."""
     if isinstance(cache, list):
         return cache
     states, start = [], 0

@@ -122,7 +122,7 @@ def test_all_faults_of_the_list_are_found(folder: Path) -> None:
     listed = registry(
         later("0.22.0", "TestOf::test_one"),
         later("0.21.0", "test_gone", on="==0.20.2"),
-        later("0.22.0", "test_it", on="==0.19.1"),
+        later("0.22.0", "test_it", on="==0.17.1"),
         later("0.22.0", "test_around::test_inner", on="==0.21.0", parameters=("1",)),
         later("0.22.0", "test_around::test_inner", on="==0.21.0", parameters=("1",)),
     )
