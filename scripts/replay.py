@@ -1,9 +1,9 @@
 """`nox -s replay`: how well does carrying work? Each release is carried as if it had just come out.
 
 For each pinned release from 0.20.0 on, the newest older release with a line is the source, as
-`nox -s rebase` would take it on the day. The registry's word is left out, for it knows the future:
-what a stock release has already is what the tests on record say. Nothing lands. The table goes to
-`docs/replay.md` and `reports/replay.json`.
+`nox -s rebase` would take it on the day. Of the registry only what it says of the source counts,
+for it knows the future: what a stock release has already is what the tests on record say. Nothing
+lands. The table goes to `docs/replay.md` and `reports/replay.json`.
 
     nox -s replay                      every transition, by text and by what is on record
     nox -s replay -- --prove 0.21.0    and run the tests of what was carried there
@@ -22,7 +22,7 @@ from packaging.version import Version
 
 from scripts.edit import replace_text
 from scripts.environment import Environment
-from scripts.fixes import Registry, load_registry
+from scripts.fixes import Fix, Registry, Spared, load_registry
 from scripts.lock import line_of, load_lock
 from scripts.overlay import overlay_files
 from scripts.project import REPORTS, ROOT, project
@@ -92,14 +92,17 @@ def _pairs() -> list[tuple[str, str]]:
 def replay(source: str, release: str) -> tuple[Transition, Trial]:
     """Carry the line of `source` to `release`, by text and by what the record says of stock."""
     registry = load_registry()
-    # Neither where a defect ends nor what is spared was known on the day.
-    unknowing = {
-        fix.id: replace(fix, applies_to=">=0", spared=()) for fix in registry.fixes.values()
-    }
+    unknowing = {fix.id: _as_of(fix, source) for fix in registry.fixes.values()}
     series = load_series(line_of(source))
     said = on_record(release, list(unknowing.values()))
     trial = try_all(upstream(), series, source, release, Registry("", unknowing), said)
     return Transition(release, source, tuple(trial.results), {}), trial
+
+
+def _as_of(fix: Fix, source: str) -> Fix:
+    """Return what was known of `fix` when `source` was the newest: not where its defect ends."""
+    spared = fix.spared_on(source)
+    return replace(fix, applies_to=">=0", spared=(Spared(">=0", spared, ""),) if spared else ())
 
 
 def _prove(release: str, source: str, trial: Trial) -> dict[str, bool]:
@@ -154,8 +157,9 @@ def as_markdown(transitions: Sequence[Transition]) -> str:
     parts = [
         "# Replay\n<!-- made by `nox -s replay` -->\n",
         "Each release, carried to as if it had just come out, from the newest supported release "
-        "before it. The registry's hindsight is left out. *Left behind*: the stock release's own "
-        "tests are on record as passing, so the fix is not carried. *Carried* is by text; *pass* "
+        "before it. Of the registry only what it says of that one counts. *Left behind*: the stock "
+        "release's own tests are on record as passing, so the fix is not carried. *Carried* is by "
+        "text; *pass* "
         "says how many of them had their tests run on the result and passed, - that they were not "
         "run here. *Not needed*: carried, though the stock release is on record as not having the "
         "defect; that would be wrong. *A person*: it would have stopped there.\n",
