@@ -31,7 +31,7 @@ from scripts.overlay import PACKAGE
 from scripts.patch import Patch
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project
-from scripts.proofs import counts, tests_hash
+from scripts.proofs import of_fix, tests_hash
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.source import release_tree
 from scripts.terminal import err
@@ -85,12 +85,12 @@ def _flips(
             continue
         err.print(f"{release}: commit {number} of {len(commits)}, {name} ...")
         outcomes = _run(environment, repository, release, commit, [*own, *following])
-        expected = [(_of(fix, release, outcomes), fix.id, "passed") for fix in own]
+        expected = [(of_fix(fix, release, outcomes), fix.id, "passed") for fix in own]
         for fix in following if following and following[0].affects(release) else ():
             spared = fix.spared_on(release)  # these pass on stock as well
             failing = {
                 node: outcome
-                for node, outcome in _of(fix, release, outcomes).items()
+                for node, outcome in of_fix(fix, release, outcomes).items()
                 if not any(is_of(node, test) for test in spared)
             }
             expected.append((failing, fix.id, "failed"))
@@ -126,10 +126,6 @@ def _run(
         return run_pytest(environment, paths, shadow=environment.shadow_of(folder, changed))
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _of(fix: Fix, release: str, outcomes: dict[str, Outcome]) -> dict[str, Outcome]:
-    return {node: one for node, one in outcomes.items() if counts(node, fix, release)}
 
 
 def _unlike(fix_id: str, outcomes: dict[str, Outcome], result: str) -> Iterator[str]:

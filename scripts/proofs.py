@@ -82,22 +82,22 @@ def record(
     path = FOLDER / f"{release}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for fix, key in keys:
-        own = {
-            node: asdict(outcome)
-            for node, outcome in outcomes.items()
-            if counts(node, fix, release)
-        }
+        own = {node: asdict(one) for node, one in of_fix(fix, release, outcomes).items()}
         document.setdefault(fix.id, {})[side] = {"inputs": key, "outcomes": own}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1, sort_keys=True) + "\n").encode())
 
 
-def counts(node: str, fix: Fix, release: str) -> bool:
-    """Whether the node id `node` is one of the tests of `fix` that say something of `release`."""
-    return any(is_of(node, test) for test in fix.tests) and not any(
-        is_of(node, test) for test in fix.left_open_on(release)
-    )
+def of_fix(fix: Fix, release: str, outcomes: Mapping[str, Outcome]) -> dict[str, Outcome]:
+    """Return the outcomes, by node id, of the tests of `fix` that say something of `release`."""
+    left_open = fix.left_open_on(release)
+    return {
+        node: outcome
+        for node, outcome in outcomes.items()
+        if any(is_of(node, test) for test in fix.tests)
+        and not any(is_of(node, test) for test in left_open)
+    }
 
 
 @cache

@@ -34,7 +34,7 @@ from scripts.fixes import Fix, Registry, load_registry
 from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.proofs import counts, inputs, record
+from scripts.proofs import inputs, of_fix, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.series import Series, load_series
 from scripts.terminal import entry, err, out
@@ -185,11 +185,6 @@ def _alone(
         return run_pytest(environment, paths, shadow=shadow)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def of_fix(fix: Fix, release: str, outcomes: Outcomes) -> Outcomes:
-    """Return the outcomes, by node id, of the tests of `fix` that say something of `release`."""
-    return {node: one for node, one in outcomes.items() if counts(node, fix, release)}
 
 
 def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:

@@ -26,7 +26,8 @@ from scripts.fixes import Fix, Registry, Spared, load_registry
 from scripts.lock import line_of, load_lock
 from scripts.overlay import overlay_files
 from scripts.project import REPORTS, ROOT, project
-from scripts.pytest_run import is_of, run_pytest
+from scripts.proofs import of_fix
+from scripts.pytest_run import run_pytest
 from scripts.rebase import Trial, try_all
 from scripts.rebase_state import Result
 from scripts.series import load_series
@@ -127,7 +128,7 @@ def _prove(release: str, source: str, trial: Trial) -> dict[str, bool]:
         shutil.rmtree(folder, ignore_errors=True)
     proven = {}
     for fix in fixes:
-        own = {n: one for n, one in outcomes.items() if any(is_of(n, t) for t in fix.tests)}
+        own = of_fix(fix, release, outcomes)
         proven[fix.id] = verdict(replace(fix, spared=()), release, own) is Stock.PASSES
     return proven
 
@@ -159,10 +160,9 @@ def as_markdown(transitions: Sequence[Transition]) -> str:
         "Each release, carried to as if it had just come out, from the newest supported release "
         "before it. Of the registry only what it says of that one counts. *Left behind*: the stock "
         "release's own tests are on record as passing, so the fix is not carried. *Carried* is by "
-        "text; *pass* "
-        "says how many of them had their tests run on the result and passed, - that they were not "
-        "run here. *Not needed*: carried, though the stock release is on record as not having the "
-        "defect; that would be wrong. *A person*: it would have stopped there.\n",
+        "text; *pass* says how many of them had their tests run on the result and passed, - that "
+        "they were not run here. *Not needed*: carried, though the stock release is on record as "
+        "not having the defect; that would be wrong. *A person*: it would have stopped there.\n",
         "| release | from | carried | by offsets | merged | pass | not needed | left behind "
         "| a person | stock on record |",
         "|---|---|---|---|---|---|---|---|---|---|",

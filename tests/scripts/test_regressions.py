@@ -9,8 +9,9 @@ import pytest
 
 from scripts.fixes import Registry, Spared, Unpatched
 from scripts.project import ROOT
+from scripts.proofs import of_fix
 from scripts.pytest_run import Outcome, outcomes_of
-from scripts.regressions import Outcomes, Verdict, _as_json, _faults, of_fix
+from scripts.regressions import Outcomes, Verdict, _as_json, _faults
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"
