@@ -3,64 +3,124 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
+import functools
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm.sampling_params import SamplingParams
-from vllm.utils import random_uuid
-from vllm.v1.engine import EngineCoreRequest
+from vllm.logger import init_logger
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import peer_problem
+from vllm_overlay.v1.engine.stand_in import make_stand_in, stand_in_id, takes_stand_ins
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.engine.core_client import EngineCoreClient
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+logger = init_logger(f"vllm.{__name__}")
+
+ANSWER_TIMEOUT = 60
+"""Seconds that all engine cores together have to answer; they do so between two steps."""
 
 
 class KVTransferRejecter:
-    """A base for `AsyncLLM`."""
-
-    vllm_config: VllmConfig
-    engine_core: EngineCoreClient
+    """A base for `AsyncLLM` where upstream's has nothing of the kind."""
 
     async def notify_kv_transfer_request_rejected(
-        self,
+        self: AsyncLLM,  # type: ignore[misc]
         request_id: str,
         kv_transfer_params: dict[str, Any],
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        """Send the engine core a stand-in for the rejected request, to be aborted at once.
+        """Have the prefill server told that nobody will read, if nobody does; see `_release`.
 
-        Aborting it runs the connector's own clean-up, which tells the prefill server. Which
-        engine does that is of no matter to the prefill server, so a rank that does not exist
-        (perhaps the very reason for the rejection) is dropped.
-
-        Raises:
-            EngineDeadError: the engine core is gone.
+        With a connector that is not known to take a stand-in: nothing.
         """
-        await self.engine_core.add_request_async(
-            EngineCoreRequest(
-                # Clients choose their ids. Two stand-ins under one name would be one to the
-                # scheduler, and the second prefill server would never hear.
-                request_id=f"{request_id}-rejected-{random_uuid()}",
-                prompt_token_ids=[0],
-                mm_features=None,
-                sampling_params=SamplingParams(
-                    max_tokens=1, extra_args={"kv_transfer_params": dict(kv_transfer_params)}
-                ),
-                pooling_params=None,
-                arrival_time=time.time(),
-                lora_request=None,
-                cache_salt=None,
-                data_parallel_rank=self._existing_rank(data_parallel_rank),
-                abort_immediately=True,
-            )
-        )
+        if takes_stand_ins(self.vllm_config.kv_transfer_config):
+            await _release(self, request_id, kv_transfer_params, data_parallel_rank)
 
-    def _existing_rank(self, rank: int | None) -> int | None:
-        parallel = self.vllm_config.parallel_config
-        ranks = (
-            parallel.data_parallel_size_local
-            if parallel.local_engines_only
-            else parallel.data_parallel_size
+
+def claims_first(
+    notify: Callable[..., Awaitable[None]],
+) -> Callable[..., Awaitable[None]]:
+    """Replace `AsyncLLM`'s own way of telling a prefill server, for connectors that ours is for."""
+
+    @functools.wraps(notify)
+    async def wrapper(
+        self: AsyncLLM,
+        request_id: str,
+        kv_transfer_params: dict[str, Any],
+        *,
+        data_parallel_rank: int | None = None,
+    ) -> None:
+        if takes_stand_ins(self.vllm_config.kv_transfer_config):
+            await _release(self, request_id, kv_transfer_params, data_parallel_rank)
+        else:
+            await notify(
+                self, request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank
+            )
+
+    return wrapper
+
+
+async def _release(
+    engine: AsyncLLM, name: str, params: dict[str, Any], rank: int | None
+) -> None:
+    """Send an engine core a stand-in for the rejected request, to be aborted at once.
+
+    The engine core that gets it uses it only if no other request of its own uses the same blocks
+    (K11). One of several does not know what the others have, so all of them have to agree first.
+    Which of them tells the prefill server is of no matter to that, so a rank that does not exist
+    (perhaps the very reason for the rejection) is dropped.
+
+    Raises:
+        EngineDeadError: the engine core is gone.
+    """
+    if (problem := peer_problem(params)) is not None:
+        logger.debug("The prefill server of a rejected request cannot be told: %s.", problem)
+        return
+    stand_in = stand_in_id(name)
+    if not await _nobody_else_reads(engine, params, stand_in):
+        return
+    await engine.engine_core.add_request_async(
+        make_stand_in(stand_in, params, _existing_rank(engine, rank))
+    )
+
+
+async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant: str) -> bool:
+    """Whether every engine core that this client sends requests to grants `claimant` the blocks."""
+    client: Any = engine.engine_core  # of its kinds only those for several engine cores have these
+    cores = getattr(client, "core_engines", ())
+    if len(cores) < 2:
+        return True
+    if getattr(engine, "_kv_transfer_ungranted", False):
+        return False
+    claim = (params["remote_engine_id"], params["remote_request_id"], claimant)
+    asked = asyncio.gather(
+        *(client._call_utility_async("claim_kv_transfer", *claim, engine=core) for core in cores)
+    )
+    try:
+        return all(await asyncio.wait_for(asked, ANSWER_TIMEOUT))
+    except (asyncio.TimeoutError, EngineDeadError):
+        raise
+    except Exception as error:
+        # An engine core without this method (another build, on another node) will never have it.
+        # The others would turn away requests that are sent again, for nothing.
+        engine._kv_transfer_ungranted = True  # type: ignore[attr-defined]
+        logger.warning(
+            "An engine core cannot say whether a rejected request's KV blocks are in use (%s). "
+            "From now on they stay until the prefill server's own timeout.",
+            error,
         )
-        return rank if rank is not None and 0 <= rank < ranks else None
+        return False
+
+
+def _existing_rank(engine: AsyncLLM, rank: int | None) -> int | None:
+    parallel = engine.vllm_config.parallel_config
+    ranks = (
+        parallel.data_parallel_size_local
+        if parallel.local_engines_only
+        else parallel.data_parallel_size
+    )
+    return rank if rank is not None and 0 <= rank < ranks else None
