@@ -205,6 +205,7 @@ class ReceiveMachine(RuleBasedStateMachine):
         self.held: dict[str, bool] = {}  # P's side of the worker: request -> notified
         self.free = set(range(1, _BLOCKS))
         self.futile: list[Read] = []  # posted for a receive that had failed
+        self.held_back: list[Read] = []  # failed, and may write until released after all
         self.outcome = "connects"
         self.refusals: dict[str, int] = {}  # call -> how many more calls succeed
         self.nixl.on.update({call: self._script(call) for call in _REFUSALS})
@@ -262,7 +263,11 @@ class ReceiveMachine(RuleBasedStateMachine):
             read.state = "ERR"
             self._of(read.notif).failed = True
         elif call == "release_xfer_handle":
-            self._read(args[0]).released = True  # kept by NIXL, not by the worker
+            read = self._read(args[0])
+            if read.state == "DONE":
+                read.released = True  # kept by NIXL, not by the worker
+            else:
+                self.held_back.append(read)
         elif call == "send_notif":
             for asked in self._asked_as(args[1]):
                 asked.untold.add(args[0])
@@ -285,7 +290,9 @@ class ReceiveMachine(RuleBasedStateMachine):
         return next(self._asked_as(notification))
 
     def _in_flight(self, asked: Asked) -> list[Read]:
-        return [read for read in self.nixl.in_flight() if self._of(read.notif) is asked]
+        unreleased = [read for read in self.held_back if not read.released]
+        flying = [*self.nixl.in_flight(), *unreleased]
+        return [read for read in flying if self._of(read.notif) is asked]
 
     def _awaited(self) -> list[Asked]:
         return [asked for asked in self.asked if asked.blocks and not asked.reported]

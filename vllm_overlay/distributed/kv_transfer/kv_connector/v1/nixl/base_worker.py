@@ -47,3 +47,12 @@ def release(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHand
     except Exception as error:
         worker._log_failure(failure_type="handle_release_failed", req_id=req_id, error=error)
         worker.xfer_stats.record_failed_transfer()
+
+
+def release_all(
+    worker: NixlBaseConnectorWorker, transfers: dict[ReqId, list[TransferHandle]]
+) -> None:
+    """Give back what is left of some transfers, when the worker shuts down."""
+    for req_id, handles in transfers.items():
+        while handles:
+            release(worker, req_id, handles.pop())

@@ -111,17 +111,17 @@ def refuse_unpairable_hybrid(worker: NixlConnectorWorker, peer: NixlAgentMetadat
     group that keeps only a window of the prompt.
 
     Raises:
-        RuntimeError: the ratios differ and one of those is in use; or an earlier handshake with
-            this engine id found another ratio, which descriptors already prepared go by.
+        RuntimeError: the ratios differ and one of those is in use; or the ranks of the peer
+            do not agree on theirs.
     """
     own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
     assert worker.transfer_topo is not None  # noqa: S101 - for mypy: set before any handshake
     known = worker.transfer_topo.get_engine_info(peer.engine_id).remote_physical_blocks_per_logical
     if known != ratio:
         raise RuntimeError(
-            f"NIXL handshake: engine {peer.engine_id} came back with {ratio} instead of {known} "
-            "kernel blocks in a logical block. Restart it with its former settings or under "
-            "another engine id."
+            f"NIXL handshake: engine {peer.engine_id} has ranks with {known} and with {ratio} "
+            "kernel blocks in a logical block. Give all of them the same settings; if it was "
+            "restarted just now, the next request tries again."
         )
     if ratio == own or not worker._has_mamba:
         return

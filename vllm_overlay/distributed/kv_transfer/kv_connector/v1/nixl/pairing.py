@@ -66,6 +66,30 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
         )
 
 
+def refuse_pusher(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """Refuse a peer that would push into blocks of ours other than it means.
+
+    P pairs the blocks of a push, and knows neither our prefix hits nor the length of the prompt.
+    It is here that a refusal fails the receive; whom P refuses waits for ever. Nothing is said
+    about peers whose layers are grouped otherwise than ours.
+
+    Raises:
+        RuntimeError: see `refuse_unpairable_hybrid`; or the ratios differ, or the kernel blocks:
+            larger ones of P end our engine once they have been written, smaller ones P refuses.
+    """
+    theirs = peer.region_group_ids
+    if theirs is not None and worker.region_group_ids != theirs:
+        return
+    refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]
+    refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
+    if peer.block_size != worker.block_size:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} pushes kernel blocks of {peer.block_size} "
+            f"tokens, this engine has {worker.block_size}. Start prefill and decode with the same "
+            "--block-size."
+        )
+
+
 def pair_smaller_blocks(
     worker: NixlPullConnectorWorker,
     req_id: str,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import release
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import release_all
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -101,29 +101,33 @@ class GuardsNixl(NixlBaseConnectorWorker):
 
     def shutdown(self) -> None:
         """Shut down, whatever becomes of the reads that are left."""
-        for req_id, handles in self.__dict__.get("_recving_transfers", {}).items():
-            while handles:
-                release(self, req_id, handles.pop())
+        release_all(self, self.__dict__.get("_recving_transfers", {}))
         super().shutdown()
 
 
-def notifications(worker: NixlPullConnectorWorker) -> Iterable[list[bytes]]:
-    """Return what peers have sent since the last call, without what cannot be read."""
+def notifications(worker: NixlBaseConnectorWorker, *others: bytes) -> Iterable[list[bytes]]:
+    """Return what peers have sent since the last call, without what cannot be read.
+
+    What begins like one of `others` is somebody else's to read.
+    """
     try:
         arrived = worker.nixl_wrapper.get_new_notifs()
     except Exception as error:
         worker._log_failure("notification_poll_failed", None, error=error)
         worker.xfer_stats.record_failed_notification()
         return ()
-    return [[n for n in sent if _readable(worker, n, peer)] for peer, sent in arrived.items()]
+    return [
+        [n for n in sent if n.startswith(others) or _readable(worker, n, peer)]
+        for peer, sent in arrived.items()
+    ]
 
 
-def _readable(worker: NixlPullConnectorWorker, notification: bytes, peer: str) -> bool:
-    """Whether it is "<request id>:<readers of this rank>", or "HB:<request ids>"."""
+def _readable(worker: NixlBaseConnectorWorker, notification: bytes, peer: str) -> bool:
+    """Whether it is "<request id>:<ranks that it is from or for>", or "HB:<request ids>"."""
     try:
         text = notification.decode("utf-8")
-        if not text.startswith("HB:") and (readers := int(text.rsplit(":", 1)[1])) < 1:
-            raise ValueError(f"{readers} readers")
+        if not text.startswith("HB:") and (ranks := int(text.rsplit(":", 1)[1])) < 1:
+            raise ValueError(f"{ranks} ranks")
     except Exception as error:
         worker._log_failure(
             "notification_unreadable",

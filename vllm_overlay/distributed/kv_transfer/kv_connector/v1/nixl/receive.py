@@ -18,9 +18,10 @@ failed     not in `_recving_transfers`    nothing: the next `get_finished` repor
 reported   nowhere                        the id may be used again
 =========  =============================  =================================================
 
-A read is in flight from being posted until NIXL says DONE or ERR, or raises when asked. NIXL
-raises for every status but success and in-progress (`getXferStatus`), and those statuses are
-final; releasing the handle cancels what may be left.
+A read is in flight from being posted until NIXL says DONE, or takes its handle back. That it says
+ERR, or raises when asked, is not the end: a read has many parts, and the status of the whole is an
+error as soon as one of them failed. Releasing the handle cancels the others; where NIXL refuses to
+release it (`NIXL_ERR_REPOST_ACTIVE`), they may still write.
 
 Who is told what: the scheduler hears of each awaited receive once, after its last read, and
 which blocks are invalid no later than that; a P rank hears of each read that completed from NIXL
@@ -35,6 +36,7 @@ puts into a queue.
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterable, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -50,6 +52,9 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 logger = init_logger(__name__)
+
+REMINDER_SECONDS = 60.0
+"""Between two log lines about the same handle that NIXL does not release."""
 
 
 class FailedReceive:
@@ -98,6 +103,21 @@ class Receives:
         except Exception as error:
             self._not_posted(req_id, meta, error)
 
+    def start_ready(self) -> None:
+        """Start the receives whose handshake has succeeded since the last step.
+
+        A handshake is known to have ended before its agents are entered: for that its thread
+        needs the lock that the main thread holds while it asks for further receives. One that
+        gets here in between waits for the next step.
+        """
+        ready = self._worker._ready_requests
+        for _ in range(ready.qsize()):  # one consumer: what is counted can be taken
+            req_id, meta = ready.get_nowait()
+            if meta.remote.engine_id in self._worker._remote_agents:
+                self.start(req_id, meta)
+            else:
+                ready.put((req_id, meta))
+
     def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
         """Fail a receive whose reads are not all posted."""
         # Not NIXL's refusal of a read, which `_read_blocks` handles, but what P said about
@@ -132,7 +152,7 @@ class Receives:
             self._failed.setdefault(req_id, FailedReceive(meta, polled)).polled &= polled
             self._invalidate(self._blocks(meta))
         if handle is not None:
-            self.release(handle)
+            self._give_up(req_id, handle)
 
     def invalidate_unconnected(self) -> None:
         """Fail the receives whose handshake has failed since the last call."""
@@ -160,9 +180,18 @@ class Receives:
         groups = () if self._worker._is_hma_required else meta.local_block_ids[:1]
         return chain.from_iterable(groups)
 
-    def release(self, handle: TransferHandle) -> None:
-        """Give the handle of a read that has ended, or shall, back to NIXL."""
+    def _give_up(self, req_id: ReqId, handle: TransferHandle) -> None:
+        """Give back the handle of a read that failed."""
+        self.release(handle)
+
+    def release(self, handle: TransferHandle) -> bool:
+        """Give the handle of a read that has ended, or shall, back to NIXL.
+
+        Returns:
+            True; from K09 on also False, where NIXL does not take it.
+        """
         self._worker.nixl_wrapper.release_xfer_handle(handle)
+        return True
 
     def _reads_in_flight(self, req_id: ReqId) -> Iterable[TransferHandle]:
         return self._worker._recving_transfers.get(req_id, ())
@@ -272,9 +301,17 @@ class AwaitedReceives(ReceivesOfGroups):
 class GuardedReceives(AwaitedReceives):
     """K09: what NIXL refuses besides a read costs a log line and a count.
 
-    The KV of a read that is DONE is there, whatever happens to its handle or telemetry. A
-    handle that cannot be released is left to NIXL, which keeps such handles until its agent ends.
+    The KV of a read that is DONE is there, whatever happens to its handle or telemetry: a handle
+    that cannot be released is left to NIXL, which keeps such handles until its agent ends. A read
+    that failed may still write until its handle is released: its request is kept, not reported,
+    and the handle tried again in each step.
     """
+
+    def __init__(self, worker: NixlConnectorWorker) -> None:
+        super().__init__(worker)
+        # Of reads that failed.
+        self._unreleased: dict[ReqId, list[TransferHandle]] = {}
+        self._next_reminder = 0.0
 
     def read_done(self, req_id: ReqId, handle: TransferHandle) -> None:
         """Record a read that completed, and give its handle back."""
@@ -286,13 +323,60 @@ class GuardedReceives(AwaitedReceives):
             self._worker.xfer_stats.record_failed_transfer()
         self.release(handle)
 
-    def release(self, handle: TransferHandle) -> None:
-        """Give the handle of a read that has ended, or shall, back to NIXL."""
+    def release(self, handle: TransferHandle) -> bool:
+        """Give the handle of a read that has ended, or shall, back to NIXL.
+
+        Returns:
+            Whether NIXL has taken it.
+        """
         try:
-            super().release(handle)
+            return super().release(handle)
         except Exception as error:
             self._log("handle_release_failed", error)
             self._worker.xfer_stats.record_failed_transfer()
+            return False
+
+    def _give_up(self, req_id: ReqId, handle: TransferHandle) -> None:
+        if not self.release(handle):
+            self._unreleased.setdefault(req_id, []).append(handle)
+            self._next_reminder = time.monotonic() + REMINDER_SECONDS
+
+    def pop_ended(self) -> set[ReqId]:
+        """Take the receives that are to be reported now, received or failed."""
+        if self._unreleased:
+            self._release_again()
+        ended = super().pop_ended()
+        return ended - self._unreleased.keys() if self._unreleased else ended
+
+    def _release_again(self) -> None:
+        """Try the handles that NIXL did not take; it was logged and counted once."""
+        for req_id, handles in list(self._unreleased.items()):
+            self._unreleased[req_id] = [handle for handle in handles if not self._released(handle)]
+            if not self._unreleased[req_id]:
+                del self._unreleased[req_id]
+        if self._unreleased and time.monotonic() >= self._next_reminder:
+            self._next_reminder = time.monotonic() + REMINDER_SECONDS
+            logger.warning(
+                "NIXL still does not release failed reads of these requests, which keep their "
+                "blocks until it does: %s",
+                ", ".join(self._unreleased),
+            )
+
+    def _released(self, handle: TransferHandle) -> bool:
+        try:
+            return super().release(handle)
+        except Exception:
+            return False
+
+    def release_all(self) -> None:
+        """Try every handle that is left once more, when the worker shuts down.
+
+        What NIXL does not take then ends with its agent.
+        """
+        for handles in self._worker._recving_transfers.values(), self._unreleased.values():
+            for handle in chain.from_iterable(handles):
+                self.release(handle)
+        self._unreleased.clear()
 
     def tell(self, agent: str, notification: bytes, req_id: ReqId) -> None:
         """Notify an agent of P; where that fails its blocks wait for P's timeout."""

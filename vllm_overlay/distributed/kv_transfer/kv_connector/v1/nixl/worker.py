@@ -32,7 +32,8 @@ def notify_skipped_ranks(
     """
     # The number lets a P rank know how many D ranks will report to it.
     message = f"{remote.request_id}:{worker.world_size}".encode()
-    for rank, agent in worker._remote_agents[remote.engine_id].items():
+    # Not by index: that would make the engine look connected.
+    for rank, agent in worker._remote_agents.get(remote.engine_id, {}).items():
         if rank == read_rank:
             continue
         try:

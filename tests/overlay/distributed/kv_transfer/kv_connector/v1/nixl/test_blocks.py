@@ -222,13 +222,13 @@ class TestHandshake:
                 peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=ratio)
             )
 
-    def test_engine_that_comes_back_with_another_ratio(self) -> None:
+    def test_engine_whose_ranks_have_two_ratios(self) -> None:
         worker = make_worker(
             groups=("full", "mamba"), block_size=8, kernel_block_size=4, prefix_caching=False
         )
         worker.add_remote_agent(peer_metadata(worker, "P"))
         again = peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=4)
-        with pytest.raises(RuntimeError, match="came back with 4 instead of 2"):
+        with pytest.raises(RuntimeError, match="ranks with 2 and with 4"):
             worker.add_remote_agent(again)
 
     def test_window_group_beside_states_needs_one_ratio(self) -> None:

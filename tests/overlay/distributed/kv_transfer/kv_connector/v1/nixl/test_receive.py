@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Literal
 from unittest import mock
@@ -132,8 +134,9 @@ class TellsOnlyWhereAReadFailed(ToldReceives):
 
 
 class RaisesOnRelease(ToldReceives):
-    def release(self, handle: int) -> None:
+    def release(self, handle: int) -> bool:
         self._worker.nixl_wrapper.release_xfer_handle(handle)
+        return True
 
 
 class RaisesOnTelling(ToldReceives):
@@ -152,7 +155,16 @@ class DropsNotifications(ToldReceives):
 
 
 class NeverReleases(ToldReceives):
-    def release(self, handle: int) -> None:
+    def release(self, handle: int) -> bool:
+        return True
+
+
+class ReportsWhatMayStillWrite(ToldReceives):
+    pop_ended = AwaitedReceives.pop_ended
+
+
+class ReleasesOnce(ToldReceives):
+    def _release_again(self) -> None:
         pass
 
 
@@ -161,6 +173,7 @@ MUTANTS = [
     ProcessesWhatFailed, AwaitsTheEmpty, RemembersTheEmpty, FailsOnTheHandshakeThread,
     TellsEveryRank, TellsNobody, TellsOnlyWhereAReadFailed, RaisesOnRelease, RaisesOnTelling,
     ReadsAnyNotification, DropsNotifications, NeverReleases,
+    ReportsWhatMayStillWrite, ReleasesOnce,
 ]  # fmt: skip
 
 
@@ -304,7 +317,109 @@ def test_the_log_line_says_what_failed(call: str) -> None:
     assert not worker.xfer_stats.is_empty()
 
 
+@pytest.mark.parametrize("blocks", [[], [[1, 2]]], ids=["prefix hit", "read"])
+def test_a_receive_waits_for_the_agents_of_a_handshake_that_has_just_ended(blocks: Any) -> None:  # noqa: ANN401
+    worker = make_worker(mla=True)
+    go = threading.Event()
+
+    def handshake(engine_id: str, tp_size: int) -> dict[int, str]:
+        go.wait(10)
+        return register_peer(worker, engine_id, tp_size)
+
+    script_handshake(worker, handshake)
+    receive(worker, "a", local_blocks=[[3, 4]], remote_request_id="a-at-p", tp_size=2)
+    with worker._handshake_lock:  # as while the main thread asks for receives
+        go.set()
+        worker._handshake_futures["P"].result(10)
+        lives(receive, worker, "b", local_blocks=blocks, remote_request_id="b-at-p", tp_size=2)
+        assert "P" not in worker._remote_agents  # nor does it look connected
+    await_handshakes(worker)
+    lives(step, worker)
+    nixl = nixl_of(worker)
+    nixl.finish(*nixl.reads)
+    assert lives(step, worker)[1] == {"a", "b"} if blocks else {"a"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    for rank in range(2):
+        assert sorted(nixl.heard[agent_name("P", rank)]) == [b"a-at-p:1", b"b-at-p:1"]
+
+
+REFUSED = RuntimeError("NIXL_ERR_REPOST_ACTIVE")
+
+
+def test_a_handle_that_nixl_keeps_is_logged_and_counted_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logging.disable(logging.NOTSET)
+    worker = make_worker()
+    connect(worker, "P")
+    receive(worker)
+    nixl = nixl_of(worker)
+    nixl.on["release_xfer_handle"] = raising(REFUSED)
+    nixl.fail(*nixl.reads)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "vllm"):
+        for _ in range(100):
+            assert lives(step, worker) == (set(), set())
+        assert caplog.text.count("failure: transfer_failed") == 1
+        assert caplog.text.count("failure: handle_release_failed") == 1
+        assert len(caplog.records) == 2
+        with mock.patch.object(time, "monotonic", lambda: float("inf")):
+            step(worker)
+        assert "req-d" in caplog.records[-1].getMessage()
+    assert len(worker.xfer_stats.data["num_failed_transfers"]) == 2  # the read and its handle
+    assert len(nixl.called("check_xfer_state")) == 1  # it is not asked again
+    assert nixl.heard[agent_name("P", 0)] == []
+
+
+def test_a_shutdown_tries_a_handle_that_nixl_keeps_once_more() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    receive(worker)
+    nixl = nixl_of(worker)
+    nixl.on["release_xfer_handle"] = raising(REFUSED)
+    nixl.fail(*nixl.reads)
+    step(worker)
+    del nixl.on["release_xfer_handle"]
+    worker.shutdown()
+    assert [read.released for read in nixl.reads] == [True]
+    assert nixl.called("deregister_memory")
+
+
 # ---------------------------------------------------------------- in an engine
+
+
+@pytest.mark.parametrize("aborted", [False, True], ids=["waits", "aborted"])
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize("ends", ["ERR", "raises", "not posted"])
+def test_no_block_is_reusable_while_nixl_does_not_release_a_failed_read(
+    policy: Literal["recompute", "fail"], ends: str, aborted: bool
+) -> None:
+    engine = DecodeEngine(policy=policy)
+    connect(engine.worker, "P")
+    nixl = nixl_of(engine.worker)
+    nixl.on["release_xfer_handle"] = raising(REFUSED)
+    if ends == "not posted":
+        nixl.on["transfer"] = raising(REFUSED)
+    else:
+        nixl.on["check_xfer_state"] = raising(REFUSED) if ends == "raises" else lambda _: "ERR"
+    engine.ask("a", range(40), [[5, 6, 7]])
+    engine.step()
+    blocks = engine.blocks_of("a")
+    if aborted:
+        engine.scheduler.finish_requests("a", RequestStatus.FINISHED_ABORTED)
+    for _ in range(3):
+        step = engine.step()
+        assert not step.computed
+        assert step.reusable.isdisjoint(blocks)
+    assert nixl.heard[agent_name("P", 0)] == []
+    del nixl.on["release_xfer_handle"]
+    steps = [engine.step() for _ in range(3)]
+    assert engine.scheduler.requests == {}
+    assert steps[-1].reusable >= blocks
+    computed = [s.computed["a"] for s in steps if s.computed][:1]
+    assert computed == ([(0, 40)] if policy == "recompute" and not aborted else [])
+    assert nixl.heard[agent_name("P", 0)] == [b"a-at-p:1"]
+    assert nixl.misuse == []
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])

@@ -1,0 +1,200 @@
+"""Of a peer that was refused nothing stays; stock keeps what it was told first."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from tests.nixl_release import NixlConnectorWorker
+from tests.nixl_worker import (
+    agent_name,
+    await_handshakes,
+    connect,
+    lives,
+    make_worker,
+    nixl_of,
+    peer_metadata,
+    raising,
+    rank_key,
+    receive,
+    register_peer,
+    script_handshake,
+    step,
+    topology_of,
+)
+
+GROUPS = [("full",), ("full", "mamba")]
+
+
+def decoder(groups: Any = ("full",), **config: Any) -> NixlConnectorWorker:  # noqa: ANN401
+    """Two kernel blocks in a logical block."""
+    return make_worker(groups=groups, block_size=8, kernel_block_size=4, **config)
+
+
+def kept(worker: NixlConnectorWorker) -> dict[str, Any]:
+    """What there is by engine, and for which."""
+    return {
+        f"{type(owner).__name__}.{name}": set(value)
+        for owner in (worker, topology_of(worker))
+        for name, value in vars(owner).items()
+        if isinstance(value, dict)
+        and value
+        and name not in ("_agents_in_handshake", "src_xfer_handles_by_tp_ratio")  # of our memory
+    }
+
+
+def loaded(worker: NixlConnectorWorker) -> list[str]:
+    """The agents that NIXL has, in the order in which they came."""
+    nixl = nixl_of(worker)
+    agents = [metadata.decode() for (metadata,) in nixl.called("add_remote_agent")]
+    for (agent,) in nixl.called("remove_remote_agent"):
+        agents.remove(agent)
+    return agents
+
+
+@pytest.mark.parametrize("groups", GROUPS, ids=["plain", "hybrid"])
+def test_a_peer_that_does_as_the_refusal_says_is_accepted(groups: Any) -> None:  # noqa: ANN401
+    worker = decoder(groups)
+    before = kept(worker)
+    for _ in range(3):
+        with pytest.raises(RuntimeError, match=r"kernel blocks|physical_blocks"):
+            connect(worker, "P", physical_blocks_per_logical_kv_block=4)
+        assert kept(worker) == before
+        assert loaded(worker) == []
+    connect(worker, "P")
+    assert loaded(worker) == [agent_name("P", 0)]
+    local, remote = [[1, 2], [3]], [[5, 6], [7]]
+    receive(worker, local_blocks=local[: len(groups)], remote_blocks=remote[: len(groups)])
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert step(worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+@pytest.mark.parametrize("refused_rank", [0, 1])
+def test_all_ranks_of_a_refused_peer_are_forgotten(refused_rank: int) -> None:
+    worker = decoder()
+    before = kept(worker)
+    ratios = [4, 4]
+
+    def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
+        agents = {}
+        for rank in range(tp_size):
+            metadata = peer_metadata(
+                worker, engine_id, rank, tp_size,
+                physical_blocks_per_logical_kv_block=ratios[rank],
+            )  # fmt: skip
+            agents |= {rank_key(rank): worker.add_remote_agent(metadata, rank, tp_size)}
+        return agents
+
+    ratios[1 - refused_rank] = 2
+    script_handshake(worker, handshake)
+    receive(worker, "a", tp_size=2)
+    await_handshakes(worker)
+    assert lives(step, worker)[1] == {"a"}
+    worker.get_block_ids_with_load_errors()
+    assert loaded(worker) == []
+    sides = {args[0] for args in nixl_of(worker).called("release_dlist_handle")}
+    assert len(sides) == refused_rank  # the descriptors of rank 0, where it had some
+    after = kept(worker)
+    assert after == before
+
+    script_handshake(worker, lambda engine, tp_size: register_peer(worker, engine, tp_size))
+    receive(worker, "b", tp_size=2)
+    await_handshakes(worker)
+    step(worker)
+    nixl_of(worker).finish(*nixl_of(worker).in_flight())
+    assert step(worker)[1] == {"b"}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+def test_a_refusal_that_nixl_cannot_clean_up_after_is_a_refusal() -> None:
+    worker = decoder()
+    nixl_of(worker).on["remove_remote_agent"] = raising(OSError("busy"))
+    before = kept(worker)
+    with pytest.raises(RuntimeError, match="kernel blocks"):
+        connect(worker, "P", physical_blocks_per_logical_kv_block=4)
+    assert kept(worker) == before
+
+
+def test_a_peer_that_calls_itself_as_we_do_does_not_take_our_tables() -> None:
+    worker = decoder()
+    before = kept(worker)
+    with pytest.raises(AssertionError):
+        worker.add_remote_agent(peer_metadata(worker, worker.engine_id))
+    assert kept(worker) == before
+
+
+def test_an_engine_that_is_connected_stays_so_whatever_it_says_later() -> None:
+    worker = decoder()
+    connect(worker, "P")
+    before = kept(worker)
+    again = peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=4)
+    assert worker.add_remote_agent(again) == agent_name("P", 0)
+    assert kept(worker) == before
+    assert loaded(worker) == [agent_name("P", 0)]
+
+
+# ---------------------------------------------------------------- over a socket
+
+
+@pytest.fixture
+def serve(worker: NixlConnectorWorker) -> Iterator[Callable[[list[bytes]], int]]:
+    """Give a list of answers a port."""
+    context = zmq.Context()
+    sockets = []
+
+    def start(answers: list[bytes]) -> int:
+        socket = context.socket(zmq.ROUTER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RCVTIMEO, 10_000)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        sockets.append(socket)
+
+        def answer() -> None:
+            for body in answers:
+                who, empty, _ = socket.recv_multipart()
+                clock = msgspec.msgpack.encode(0.0)
+                parts = [body, clock] if hasattr(worker, "_engine_clock_offset") else [body]
+                socket.send_multipart([who, empty, *parts])
+
+        threading.Thread(target=answer, daemon=True).start()
+        return int(port)
+
+    yield start
+    context.destroy(linger=0)
+
+
+@pytest.fixture
+def worker() -> NixlConnectorWorker:
+    return decoder()
+
+
+def test_a_peer_that_is_lost_between_two_ranks_is_forgotten(
+    worker: NixlConnectorWorker, serve: Callable[[list[bytes]], int]
+) -> None:
+    def said_by(rank: int, **changes: Any) -> bytes:  # noqa: ANN401
+        payload = worker.xfer_handshake_metadata
+        assert payload is not None
+        metadata = peer_metadata(worker, "P", rank, 2, **changes)
+        return msgspec.msgpack.encode(
+            msgspec.structs.replace(payload, agent_metadata_bytes=msgspec.msgpack.encode(metadata))
+            if isinstance(payload, msgspec.Struct)
+            else type(payload)(payload.compatibility_hash, msgspec.msgpack.encode(metadata))
+        )
+
+    before = kept(worker)
+    port = serve([said_by(0), b"broken"])
+    with pytest.raises(RuntimeError, match="decode"):
+        worker._nixl_handshake("127.0.0.1", port, 2, "P")
+    assert kept(worker) == before
+    assert loaded(worker) == []
+    # It comes back with fewer blocks.
+    blocks = worker.num_blocks - 2
+    port = serve([said_by(rank, num_blocks=blocks) for rank in range(2)])
+    worker._nixl_handshake("127.0.0.1", port, 2, "P")
+    assert loaded(worker) == [agent_name("P", 0), agent_name("P", 1)]

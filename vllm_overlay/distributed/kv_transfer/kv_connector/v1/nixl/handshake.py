@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A handshake leaves a connected engine behind, or nothing.
+
+D enters what each rank of a peer says about itself below the peer's engine id, and checks it after
+that. If the handshake then fails, at this rank or at a later one, what was entered would be held
+against the peer when it comes back under its id, restarted with other settings: the tables keep what
+they were told first.
+
+Everything runs on the handshake thread, which also enters.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from vllm.logger import init_logger
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
+logger = init_logger(f"vllm.{__name__}")
+
+_Result = TypeVar("_Result")
+
+_OF_ENGINES = (
+    "kv_caches_base_addr",
+    "dst_num_blocks",
+    "_physical_blocks_per_logical",  # 0.20.x
+    "tp_mappings",  # from 0.21.0 on
+    "draft_tp_mappings",  # 0.33.0, as all below
+    "dst_region_num_blocks",
+    "dst_region_group_ids",
+    "dst_region_mem_types",
+    "dst_uses_region_group_mapping",
+)
+"""The worker's tables by engine id, as far as a release has them."""
+
+_OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
+"""The topology's, up to 0.22.1."""
+
+
+def load_agent(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> str:
+    """Load the NIXL agent of a peer's rank, and remember it until the engine is connected."""
+    agent: str = worker.nixl_wrapper.add_remote_agent(peer.agent_metadata)
+    _loaded(worker).setdefault(peer.engine_id, []).append(agent)
+    return agent
+
+
+def _loaded(worker: NixlConnectorWorker) -> dict[str, list[str]]:
+    """NIXL agents of engines that handshakes are under way with."""
+    # Made on demand: a test may make a worker without its constructor.
+    agents: dict[str, list[str]] = vars(worker).setdefault("_agents_in_handshake", {})
+    return agents
+
+
+def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Have `add_remote_agent` forget the whole engine when it does not take one of its ranks."""
+
+    @functools.wraps(add)
+    def wrapper(
+        self: NixlConnectorWorker,
+        nixl_agent_meta: NixlAgentMetadata,
+        *rank_and_sizes: int,
+        **named: int,
+    ) -> _Result:
+        try:
+            return add(self, nixl_agent_meta, *rank_and_sizes, **named)
+        except Exception:
+            forget(self, nixl_agent_meta.engine_id)
+            raise
+
+    return wrapper
+
+
+def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Have `_nixl_handshake` forget an engine that it could not talk to all ranks of."""
+
+    @functools.wraps(handshake)
+    def wrapper(
+        self: NixlConnectorWorker,
+        host: str,
+        port: int,
+        remote_tp_size: int,
+        expected_engine_id: str,
+        *sizes: int,
+        **named: Any,  # noqa: ANN401 - whatever the release hands on
+    ) -> _Result:
+        try:
+            result = handshake(
+                self, host, port, remote_tp_size, expected_engine_id, *sizes, **named
+            )
+        except Exception:
+            forget(self, expected_engine_id)
+            raise
+        _loaded(self).pop(expected_engine_id, None)
+        return result
+
+    return wrapper
+
+
+def forget(worker: NixlConnectorWorker, engine_id: str) -> None:
+    """Undo what a handshake that failed has entered; descriptors of our own memory stay.
+
+    Not of an engine that is connected, nor of our own, whatever a peer calls itself.
+    """
+    if engine_id == worker.engine_id or engine_id in worker._remote_agents:
+        return
+    nixl, tables = worker.nixl_wrapper, vars(worker)
+    for handle in tables.get("dst_xfer_side_handles", {}).pop(engine_id, {}).values():
+        _give_back(nixl.release_dlist_handle, handle)
+    for agent in _loaded(worker).pop(engine_id, ()):
+        _give_back(nixl.remove_remote_agent, agent)
+    for table in _OF_ENGINES:
+        tables.get(table, {}).pop(engine_id, None)
+    topology: Any = worker.transfer_topo
+    if hasattr(topology, "unregister_remote_engine"):
+        topology.unregister_remote_engine(engine_id)
+        return
+    for table in _OF_TOPOLOGY:
+        getattr(topology, table, {}).pop(engine_id, None)
+
+
+def _give_back(release: Callable[[Any], None], what: object) -> None:
+    try:
+        release(what)
+    except Exception:
+        logger.warning("NIXL keeps %s of a peer whose handshake failed.", what, exc_info=True)
