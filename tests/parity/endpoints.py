@@ -63,6 +63,9 @@ BODIES = {
     "other model": lambda path: json.dumps(_request(path, model="no-such-model")).encode(),
     "negative temperature": lambda path: json.dumps(_request(path, temperature=-1.0)).encode(),
     "UTF-16": lambda path: json.dumps(_request(path)).encode("utf-16"),
+    "fields of no endpoint": lambda path: json.dumps(
+        {"sampling_params": {"temperature": 0.5}, "request": [], "engine": None} | _request(path)
+    ).encode(),
     "deep": lambda path: json.dumps(_request(path)).encode()[:-1]
     + b', "metadata": ' + b"[" * 200 + b"]" * 200 + b"}",
     "big": lambda path: json.dumps(_request(path, user="x" * 2_000_000)).encode(),
