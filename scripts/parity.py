@@ -243,8 +243,23 @@ def _judge(verdict: Verdict, stock: Row | None, patched: Row | None) -> Iterator
         if stock.get("left_out") != patched.get("left_out"):
             yield f"one side leaves it out, or for another reason: {verdict.left_out}"
         return
-    verdict.differences = [*differences(stock["observed"], patched["observed"])]
+    verdict.differences = [*_compared(stock["observed"], patched["observed"])]
     yield from map(str, verdict.differences)
+
+
+def _compared(stock: Any, patched: Any) -> Iterator[Difference]:  # noqa: ANN401
+    """Compare two observations; of what was exchanged, all readings with stock's of its own."""
+    exchanged = {"own", "other's"}
+    if isinstance(stock, dict) and isinstance(patched, dict) and stock.keys() == exchanged:
+        readings = {
+            "stock's, read by patched": patched.get("other's"),
+            "patched's, read by stock": stock["other's"],
+            "patched's, read by patched": patched.get("own"),
+        }
+        for where, reading in readings.items():
+            yield from differences(stock["own"], reading, where)
+    else:
+        yield from differences(stock, patched)
 
 
 def differences(stock: Any, patched: Any, where: str = "") -> Iterator[Difference]:  # noqa: ANN401

@@ -29,8 +29,10 @@ from pathlib import Path  # noqa: E402
 from types import FrameType  # noqa: E402
 from typing import Any, NoReturn  # noqa: E402
 
+import vllm  # noqa: E402
+
 from tests.parity import wire_folder  # noqa: E402
-from tests.parity.scenario import SCENARIOS, LeftOutError, Scenario  # noqa: E402
+from tests.parity.scenario import SCENARIOS, LeftOutError, Scenario, shown_on  # noqa: E402
 
 MODULES = ("endpoints", "clients", "retries", "connectors", "engines", "wire")
 """In this order; what both sides wait for each other in comes last."""
@@ -55,7 +57,7 @@ def main() -> None:
     with options.out.open("w", encoding="utf-8") as file:
         for scenario in chosen:
             outcome = _outcome(scenario, options.affected)
-            row = {"name": scenario.name, "shows": sorted(scenario.shows), **outcome}
+            row = {"name": scenario.name, "shows": [key.split()[0] for key in scenario.shows], **outcome}
             file.write(json.dumps(row, sort_keys=True) + "\n")
             file.flush()
     os._exit(0)  # threads that wait for a peer that hangs would keep the process
@@ -72,8 +74,8 @@ def _arguments() -> argparse.Namespace:
 
 
 def _outcome(scenario: Scenario, affected: Collection[str]) -> dict[str, Any]:
-    for fix in scenario.shows.keys() & affected:
-        return {"left_out": f"{fix}: {scenario.shows[fix]}", "seconds": 0.0}
+    if reason := shown_on(scenario, vllm.__version__, affected):
+        return {"left_out": reason, "seconds": 0.0}
     began = time.process_time()
     signal.alarm(TOGETHER if scenario.exchanges else LIMIT)
     try:

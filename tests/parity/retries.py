@@ -178,22 +178,24 @@ REFUSALS: dict[str, Refusal] = {
 }
 
 
-@scenario(*(f"{refusal}, {path}" for refusal in REFUSALS for path in ENDPOINTS))
-async def sent_again(variant: str) -> Observed:
+@scenario(*REFUSALS)
+async def sent_again(refusal: str) -> Observed:
     """Refused once, put right, sent again to the same server."""
-    refusal, path = variant.split(", ")
-    engine = decode_engine()
-    prefill = Prefill(REMOTE["remote_request_id"], engine)
-    async with serving(ranks=2) as server:
-        first = await REFUSALS[refusal](server, path)
-        await hand_over(server, engine)
-        second = await server.post(path, good_body(path))
-        computed = await hand_over(server, engine)
-        return {
+    observed: dict[str, Observed] = {}
+    for path in ENDPOINTS:
+        engine = decode_engine()
+        prefill = Prefill(REMOTE["remote_request_id"], engine)
+        async with serving(ranks=2) as server:
+            first = await REFUSALS[refusal](server, path)
+            await hand_over(server, engine)
+            second = await server.post(path, good_body(path))
+            computed = await hand_over(server, engine)
+        observed[path] = {
             "first": first.status,
             "second": second.status,
             "outcome": outcome(prefill, computed, engine),
         }
+    return observed
 
 
 @scenario("NixlConnector", "MultiConnector")

@@ -25,6 +25,8 @@ from collections.abc import Awaitable, Callable, Collection, Mapping
 from typing import Any
 
 import vllm
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 Observed = Any
 """What can be written as JSON."""
@@ -47,7 +49,8 @@ class Scenario:
     Attributes:
         name: module, function and variant, as in `endpoints.answers[MultiConnector]`.
         run: does it; may be a coroutine function.
-        shows: id of a fix -> why stock is not right here wherever it has that fix's defect.
+        shows: id of a fix -> why stock is not right here wherever it has that fix's defect;
+            with a specifier after the id (``40364 <0.22``) only on those of the releases.
         exchanges: it writes what the other build has to read, see `exchange`.
     """
 
@@ -55,6 +58,15 @@ class Scenario:
     run: Run
     shows: Mapping[str, str]
     exchanges: bool = False
+
+
+def shown_on(scenario: Scenario, release: str, affected: Collection[str]) -> str:
+    """Why `release`, which has the defects of `affected`, is not right; empty where it is."""
+    for key, reason in scenario.shows.items():
+        fix, _, releases = key.partition(" ")
+        if fix in affected and SpecifierSet(releases).contains(Version(release).base_version):
+            return f"{fix}: {reason}"
+    return ""
 
 
 SCENARIOS: dict[str, Scenario] = {}
