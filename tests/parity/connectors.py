@@ -1,0 +1,310 @@
+"""Connectors other than NIXL's: what a request of theirs has them do is what stock has them do.
+
+The schedulers are the release's own. Of what a deployment would need beside them only the library
+that moves bytes is missing here; where a worker cannot be built without it, the scenario says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from tests.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.parity import recording
+from tests.parity.retries import TOKENS, good_body
+from tests.parity.scenario import LeftOutError, Observed, said, scenario
+from tests.parity.visits import serving
+from tests.serving_app import ENDPOINTS, REMOTE
+
+COMPLETIONS, CHAT, *_ = ENDPOINTS
+_TOKEN = 7
+
+
+class Core:
+    """A scheduler with any connector, and the part of the engine core that feeds it."""
+
+    def __init__(self, connector: str, worker: Any = None, **transfer: Any) -> None:  # noqa: ANN401
+        config = make_vllm_config()
+        config.cache_config.num_gpu_blocks = 64
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=connector, engine_id="D", **{"kv_role": "kv_both"} | transfer
+        )
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(16, sha256)
+        self.worker = worker
+        self.scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=make_kv_cache_config(num_blocks=64),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=16,
+        )
+
+    def add(self, request: EngineCoreRequest) -> None:
+        """Take a request from an API server."""
+        core: Any = SimpleNamespace(scheduler=self.scheduler)
+        core.abort_requests = lambda ids: EngineCore.abort_requests(core, ids)
+        EngineCore.add_request(core, Request.from_engine_core_request(request, self._hasher))
+
+    def run(self, steps: int = 12) -> Observed:
+        """Step while there is work, and one step more; what ended how, or what the core died of."""
+        ends = {}
+        try:
+            for _ in range(steps):
+                ends |= self._step()
+                time.sleep(0.005)
+        except Exception as error:
+            return f"the engine dies of {said(error)}"
+        return [*ends.values(), f"{len(self.scheduler.requests)} left"]
+
+    def _step(self) -> dict[str, str]:
+        decided = self.scheduler.schedule()
+        sampled = {}
+        for req_id in decided.num_scheduled_tokens:
+            request = self.scheduler.requests[req_id]
+            done = request.num_computed_tokens == request.num_tokens
+            sampled[req_id] = [_TOKEN] if done else []
+        output = KVConnectorOutput()
+        if self.worker is not None:
+            self.worker.start_load_kv(decided.kv_connector_metadata)
+            sent, received = _finished(self.worker)
+            output = KVConnectorOutput(finished_sending=sent, finished_recving=received)
+        outputs = self.scheduler.update_from_output(
+            decided,
+            ModelRunnerOutput(
+                req_ids=list(sampled),
+                req_id_to_index={req_id: i for i, req_id in enumerate(sampled)},
+                sampled_token_ids=list(sampled.values()),
+                logprobs=None,
+                prompt_logprobs_dict={},
+                pooler_output=None,
+                kv_connector_output=output,
+            ),
+        )
+        return {
+            one.request_id: str(one.finish_reason)
+            for client in outputs.values()
+            for one in client.outputs
+            if one.finish_reason is not None
+        }
+
+
+def _finished(worker: Any) -> tuple[set[str] | None, set[str] | None]:  # noqa: ANN401
+    sent, received = worker.get_finished()
+    return sent or None, received or None
+
+
+def _visits(connector: str, params: dict[str, Any], *, good: bool = True) -> Any:  # noqa: ANN401
+    """Refused requests of several kinds, and a good one: their answers, what the core is sent."""
+
+    async def visits() -> Any:  # noqa: ANN401
+        async with serving(connector=connector) as server:
+            statuses = []
+            for path in (COMPLETIONS, CHAT):
+                for wrong in ({"model": "no-such-model"}, {"max_tokens": 10_000}, {"model": [1]}):
+                    request = good_body(path, copy.deepcopy(params)) | wrong
+                    statuses.append((await server.post(path, request)).status)
+            if good:
+                answer = await server.post(COMPLETIONS, good_body(COMPLETIONS, params))
+                statuses.append(answer.status)
+            await asyncio.sleep(0.05)
+            return statuses, list(server.core.requests)
+
+    return asyncio.run(visits())
+
+
+PARAMS: dict[str, dict[str, Any]] = {
+    "NIXL's": REMOTE,
+    "Mooncake's": {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "transfer_id": "xfer-1",
+        "remote_engine_id": "P",
+        "remote_bootstrap_addr": "http://127.0.0.1:9",
+    },
+    "LMCache's": {"ret_first_tok": True, "disagg_spec": {"req_id": "r", "receiver_host": "h"}},
+    "somebody's": {"do_remote_prefill": True, "my_own": [[1]], "remote_block_ids": "all"},
+    "none": {},
+}
+
+
+def _known(connector: str) -> None:
+    if connector not in KVConnectorFactory._registry:
+        raise LeftOutError(f"this release has no {connector}")
+
+
+@scenario(*PARAMS)
+def what_another_connector_is_called_with(whose: str) -> Observed:
+    """Served requests, over a connector from outside vLLM: arguments, types, order."""
+    recording.CALLS.clear()
+    core = Core(
+        "RecordingConnector", kv_connector_module_path="tests.parity.recording"
+    )
+    for i, path in enumerate((COMPLETIONS, CHAT)):
+        core.add(_plain_request(f"req-{i}-{path}", PARAMS[whose]))
+    core.add(_plain_request("leaves", PARAMS[whose]))
+    core.scheduler.finish_requests("leaves", RequestStatus.FINISHED_ABORTED)
+    return {"ends": core.run(), "calls": json.loads(json.dumps(recording.CALLS))}
+
+
+def _plain_request(req_id: str, params: dict[str, Any]) -> EngineCoreRequest:
+    sampling = SamplingParams(
+        max_tokens=2, ignore_eos=True, extra_args={"kv_transfer_params": copy.deepcopy(params)}
+    )
+    sampling.update_from_generation_config({}, 1)
+    return EngineCoreRequest(
+        request_id=req_id,
+        prompt_token_ids=[ord(c) for c in req_id] * 3,
+        mm_features=None,
+        sampling_params=sampling,
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+
+
+@scenario(*(f"{whose}; {name}" for whose in PARAMS for name in ("MooncakeConnector",
+    "LMCacheConnectorV1", "MoRIIOConnector", "OffloadingConnector")))  # fmt: skip
+def refused_over_another_connector(variant: str) -> Observed:
+    """What an API server with this connector sends its core; what a connector is called with."""
+    whose, connector = variant.split("; ")
+    _known(connector)
+    statuses, requests = _visits(connector, PARAMS[whose])
+    recording.CALLS.clear()
+    core = Core("RecordingConnector", kv_connector_module_path="tests.parity.recording")
+    for request in requests:
+        core.add(request)
+    return {
+        "statuses": statuses,
+        "requests": len(requests),
+        "ends": core.run(),
+        "calls": json.loads(json.dumps(recording.CALLS)),
+    }
+
+
+# ---------------------------------------------------------------- Mooncake
+
+
+@scenario(*PARAMS)
+def mooncakes_engine_after_refused_requests(whose: str) -> Observed:
+    """Its own scheduler and its own worker, P's answers being the stand-in."""
+    _known("MooncakeConnector")
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as mooncake
+
+    statuses, requests = _visits("MooncakeConnector", PARAMS[whose], good=False)
+    core = Core("MooncakeConnector", kv_role="kv_consumer")
+    with mock.patch.object(mooncake, "make_zmq_socket", _answers_ok(mooncake)):
+        core.worker = _mooncake_worker(mooncake)
+        for request in requests:
+            core.add(request)
+        ends = core.run()
+        core.add(_plain_request("afterwards", {}))
+        return {"statuses": statuses, "ends": ends, "afterwards": core.run()}
+
+
+@scenario()
+def mooncakes_engine_receives() -> Observed:
+    """A good request, by the same means: what the scenario before would not tell if it failed."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector as mooncake
+
+    core = Core("MooncakeConnector", kv_role="kv_consumer")
+    with mock.patch.object(mooncake, "make_zmq_socket", _answers_ok(mooncake)):
+        core.worker = _mooncake_worker(mooncake)
+        core.add(_plain_request("good", PARAMS["Mooncake's"]))
+        ends = core.run(40)
+    if ends != ["length", "0 left"]:
+        raise RuntimeError(f"the stand-in for Mooncake's worker does not work: {ends}")
+    return ends
+
+
+def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream's module
+    """A socket to a P that has sent everything it was asked for."""
+    import contextlib
+
+    import msgspec
+
+    class Socket:
+        def setsockopt(self, *_: object) -> None:
+            pass
+
+        async def send(self, data: bytes) -> None:
+            asked = msgspec.msgpack.Decoder(mooncake.MooncakeXferMetadata).decode(data)
+            self._ids = list(asked.req_blocks)
+
+        async def recv(self) -> bytes:
+            status = mooncake.MooncakeXferResponseStatus.FINISH
+            answer = mooncake.MooncakeXferResponse(status=status, ok_reqs=self._ids)
+            return msgspec.msgpack.encode(answer)
+
+    @contextlib.contextmanager
+    def socket(*_: object, **__: object) -> Any:  # noqa: ANN401
+        yield Socket()
+
+    return socket
+
+
+def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
+    """A worker without the library that moves bytes: what it has to do with requests."""
+    import threading
+
+    import msgspec
+
+    class Worker(mooncake.MooncakeConnectorWorker):  # type: ignore[misc]
+        def __init__(self) -> None:
+            pass
+
+        def __del__(self) -> None:
+            pass
+
+    worker = Worker()
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, daemon=True).start()
+    topology = SimpleNamespace(
+        handshake_target_ranks=lambda size: [0],
+        get_target_remote_ranks=lambda size: [0],
+        get_target_remote_ranks_from_engine_id=lambda engine: [0],
+    )
+    vars(worker).update(
+        is_kv_producer=False, is_kv_consumer=True, receiver_loop=loop,
+        finished_recving_reqs=set(), finished_sending_reqs=set(), reqs_need_send={},
+        _remote_agents={"P": {0: {0: "tcp://127.0.0.1:9"}}}, _tp_size={"P": 1, "D": 1},
+        transfer_topo=topology, kv_topo=topology, hostname="127.0.0.1", rpc_port=1,
+        tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, kv_caches_base_addr=[], block_len_per_layer=[],
+        async_zmq_ctx=None, _encoder=msgspec.msgpack.Encoder(),
+        _xfer_resp_decoder=msgspec.msgpack.Decoder(mooncake.MooncakeXferResponse),
+        _pending_bootstrap_queries={}, _kv_layout_id="", _acked_layout_peers=set(),
+        use_mla=False, engine_id="D", xfer_stats=mock.MagicMock(),
+        _build_pull_metadata=lambda metas, **_: _pull_metadata(mooncake, metas),
+    )  # fmt: skip
+    return worker
+
+
+def _pull_metadata(mooncake: Any, metas: Any) -> Any:  # noqa: ANN401
+    fields = {name: None for name in mooncake.MooncakeXferMetadata.__struct_fields__}
+    blocks = {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()}
+    return mooncake.MooncakeXferMetadata(**fields | {
+        "remote_hostname": "127.0.0.1", "remote_port": 1, "remote_tp_size": 1, "remote_tp_rank": 0,
+        "req_blocks": blocks, "kv_caches_base_addr": [], "block_lens": [],
+    })  # fmt: skip
+
+
+_ = TOKENS

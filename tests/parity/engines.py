@@ -1,0 +1,379 @@
+"""D's engine core: its scheduler, its worker, its loop, and what P sees of them."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import queue
+import threading
+import time
+from typing import Any
+from unittest import mock
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.core import EngineCoreProc
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from tests import decode_engine, nixl_worker
+from tests.decode_engine import DecodeEngine
+from tests.idle_engine import IdleEngine
+from tests.nixl_worker import (
+    connect,
+    make_worker,
+    nixl_of,
+    receive,
+    register_peer,
+    script_handshake,
+)
+from tests.parity.retries import COMPLETIONS, good_body
+from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario
+from tests.parity.visits import serving
+from tests.serving_app import REMOTE
+
+LENGTHS = (1, 15, 16, 17, 40, 64, 80)
+"""Tokens of a prompt: within, at the end of and across blocks of 16."""
+
+
+def _blocks(group: str, tokens: int, size: int = 16, *, alone: bool = False) -> list[int]:
+    """What P hands out for a prompt: all blocks, those of the window, or the state's."""
+    blocks = [*range(1, -(-tokens // size) + 1)]
+    if alone:  # one group is never cut
+        return blocks
+    return {"full": blocks, "sliding": blocks[-3:], "mamba": blocks[-1:]}[group]
+
+
+def _life(engine: DecodeEngine, req_id: str, tokens: int, blocks: list[list[int]]) -> Observed:
+    """A request from its arrival to its end: what is read, computed, and told."""
+    nixl = nixl_of(engine.worker)
+    before, heard = len(nixl.reads), {k: len(v) for k, v in nixl.heard.items()}
+    engine.ask(req_id, range(1000, 1000 + tokens), remote_blocks=blocks)
+    steps = []
+    for _ in range(8):
+        step = engine.step()
+        nixl.finish(*nixl.in_flight())
+        steps.append({"computed": list(step.computed.get(req_id, ())), "ends": step.finished})
+        if step.finished:
+            break
+    reads = nixl.reads[before:]
+    return {
+        "steps": steps,
+        "read": [[one.agent, one.local, one.remote] for one in reads],
+        "told": [word.decode() for k, v in nixl.heard.items() for word in v[heard.get(k, 0) :]],
+        "misuse": nixl.misuse,
+    }
+
+
+KINDS = ("full", "full, sliding", "full, mamba", "sliding")
+
+
+@scenario(*KINDS)
+def receives(kind: str) -> Observed:
+    """Prompts of many lengths, one after the other, all of whose blocks P has."""
+    groups: Any = tuple(kind.split(", "))
+    observed = {}
+    for tokens in LENGTHS:
+        engine = DecodeEngine(groups=groups)
+        connect(engine.worker, "P")
+        blocks = [_blocks(group, tokens, alone=len(groups) == 1) for group in groups]
+        try:
+            observed[f"{tokens} tokens"] = _life(engine, f"req-{tokens}", tokens, blocks)
+        except AssertionError as error:
+            observed[f"{tokens} tokens"] = said(error)
+    return observed
+
+
+def _received(mla: bool, tp_size: int) -> Observed:
+    worker = make_worker(mla=mla)
+    connect(worker, "P", tp_size)
+    receive(worker, local_blocks=[[1, 2]], remote_blocks=[[5, 6]], tp_size=tp_size)
+    nixl = nixl_of(worker)
+    nixl.finish(*nixl.in_flight())
+    return {
+        "read": [[one.agent, one.local, one.remote] for one in nixl.reads],
+        "finished": [sorted(part) for part in decode_engine.finished(worker).values() if part],
+        "told": {agent: [word.decode() for word in words] for agent, words in nixl.heard.items()},
+    }
+
+
+@scenario("latent, 1", "heads, 1", "heads, 2")
+def a_worker_receives(variant: str) -> Observed:
+    """The worker alone, with one and two ranks at P."""
+    kind, tp_size = variant.split(", ")
+    return _received(kind == "latent", int(tp_size))
+
+
+@scenario(shows={"40449": "P's rank that is skipped hears D's name of the request"})
+def a_worker_receives_a_latent_cache_of_two_ranks() -> Observed:
+    """Both ranks of P have the whole cache; one is read, the other told."""
+    return _received(mla=True, tp_size=2)
+
+
+# ---------------------------------------------------------------- blocks of several sizes
+
+
+def _spec(kind: str, mla: bool, block_size: int, heads: int, state_tokens: int) -> Any:  # noqa: ANN401
+    """Pages of one size: the second kind of layer has half the heads, and blocks twice as long."""
+    wide = kind == "sliding"  # any name that stands for the second kind
+    return FullAttentionSpec(
+        block_size=block_size * (2 if wide else 1),
+        num_kv_heads=heads // (2 if wide else 1),
+        head_size=nixl_worker.HEAD_SIZE,
+        dtype=nixl_worker.DTYPE,
+    )
+
+
+@scenario(*map(str, LENGTHS))
+def receives_into_blocks_of_two_sizes(tokens: str) -> Observed:
+    """Layers of two kinds whose pages are made equal, as Gemma 4 has them; scheduler's part."""
+    with mock.patch.object(nixl_worker, "_spec", _spec):
+        try:
+            engine = DecodeEngine(groups=("full", "sliding"))
+        except Exception as error:
+            raise LeftOutError(f"this release builds no such engine: {said(error)}") from error
+    connect(engine.worker, "P")
+    count = int(tokens)
+    blocks = [_blocks("full", count, 16), _blocks("full", count, 32)]
+    engine.ask("req", range(1000, 1000 + count), remote_blocks=blocks)
+    decided = engine.scheduler.schedule()
+    asked = decided.kv_connector_metadata.reqs_to_recv
+    return {
+        "computed": decided.num_scheduled_tokens,
+        "to be read": {
+            req_id: [[len(ids) for ids in meta.local_block_ids], _remote(meta)]
+            for req_id, meta in asked.items()
+        },
+        "the worker": _worker_takes(engine, decided),
+    }
+
+
+def _remote(meta: Any) -> Observed:  # noqa: ANN401 - upstream's ReqMeta
+    return [list(ids) for ids in meta.remote.block_ids] if meta.remote else None
+
+
+def _worker_takes(engine: DecodeEngine, decided: SchedulerOutput) -> Observed:
+    try:
+        engine._start(decided)
+    except Exception as error:
+        return said(error)
+    return [[len(one.local), one.remote] for one in nixl_of(engine.worker).reads]
+
+
+# ---------------------------------------------------------------- P refused, P restarted
+
+
+def _field(**fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any field of the metadata
+    known = nixl_worker.NixlAgentMetadata.__dataclass_fields__
+    return {name: value for name, value in fields.items() if name in known}
+
+
+REFUSED_PEERS: dict[str, Any] = {
+    "other layout": lambda worker: {"kv_cache_layout": "NHD"},
+    "other lengths": lambda worker: {"block_lens": [n + 1 for n in worker.block_len_per_layer]},
+    "fewer regions": lambda worker: {"block_lens": worker.block_len_per_layer[:1]},
+}
+
+
+@scenario(
+    *(f"{what}; full" for what in REFUSED_PEERS),
+    *(f"{what}; full, mamba" for what in ("other layout", "fewer regions")),
+)
+def p_is_refused_and_comes_back(variant: str) -> Observed:
+    """A handshake is refused, P is started again under its name with what D asked for."""
+    what, kind = variant.split("; ")
+    groups: Any = tuple(kind.split(", "))
+    worker = make_worker(groups=groups, block_size=16, kernel_block_size=4)
+    other_ratio = _field(physical_blocks_per_logical_kv_block=2)
+    observed: dict[str, Observed] = {}
+    for name, changes in (
+        ("first", REFUSED_PEERS[what](worker) | other_ratio),
+        ("again", {}),
+    ):
+        try:
+            connect(worker, "P", **changes)
+            observed[name] = "welcome"
+        except Exception as error:
+            observed[name] = f"refused: {type(error).__name__}" if name == "again" else "refused"
+    blocks = [[1, 2] if group == "full" else [2] for group in groups]
+    try:
+        receive(worker, local_blocks=blocks, remote_blocks=blocks)
+        observed["read"] = [[len(one.local), one.remote] for one in nixl_of(worker).reads]
+    except Exception as error:
+        observed["read"] = said(error)
+    return observed
+
+
+# ---------------------------------------------------------------- the loop of the engine core
+
+
+class _StopError(Exception):
+    pass
+
+
+class Loop(EngineCoreProc):  # type: ignore[misc, unused-ignore]
+    """The engine core's own loop around an `IdleEngine`, without processes and sockets."""
+
+    def __init__(self, engine: IdleEngine) -> None:
+        self.engine, self.scheduler = engine, engine.scheduler
+        self.vllm_config = engine.worker.vllm_config
+        self.input_queue = queue.Queue()
+        self.output_queue = queue.Queue()
+        self.aborts_queue = queue.Queue()
+        self.engines_running = False
+        self.batch_queue = None
+        self.process_input_queue_block = True
+        self._idle_state_callbacks: list[Any] = []
+        from vllm.v1.engine import core
+
+        self.shutdown_state = core.EngineShutdownState.RUNNING
+        self.steps, self.busy = 0, 0.0
+
+    def step_fn(self) -> tuple[dict[int, Any], bool]:
+        if not self.scheduler.has_requests():
+            return {}, False
+        self.steps += 1
+        computed = self.engine.step().computed
+        nixl = nixl_of(self.engine.worker)
+        nixl.finish(*nixl.in_flight())
+        return {}, bool(computed)
+
+    def post_step(self, model_executed: bool) -> None:
+        pass
+
+    def _handle_client_request(self, kind: str, payload: Any) -> None:  # noqa: ANN401
+        if kind == "stop":
+            raise _StopError
+        if kind == "abort":
+            self.engine.abort(payload)
+        else:
+            self.engine.add(payload)
+
+    def watch(self, seconds: float) -> None:
+        """Let the loop run, and note the share of a core that it takes."""
+        timer = threading.Timer(seconds, self.input_queue.put, (("stop", None),))
+        timer.start()
+        began, cpu = time.perf_counter(), time.thread_time()
+        try:
+            while True:
+                self._process_input_queue()
+                self._process_engine_step()
+        except _StopError:
+            self.busy = (time.thread_time() - cpu) / (time.perf_counter() - began)
+        finally:
+            timer.cancel()
+
+
+def _refused_requests(*hosts: str) -> list[EngineCoreRequest]:
+    """What an API server sends for a request of each of `hosts` that it refuses, and a good one
+    for the last."""
+
+    async def visits() -> list[EngineCoreRequest]:
+        async with serving() as server:
+            for host in hosts:
+                params = copy.deepcopy(REMOTE) | {
+                    "remote_engine_id": host,
+                    "remote_host": host,
+                    "remote_request_id": f"req-of-{host}",
+                }
+                wrong = {} if host == "P" else {"model": "no-such-model"}
+                await server.post(COMPLETIONS, good_body(COMPLETIONS, params) | wrong)
+            await asyncio.sleep(0.05)
+            return list(server.core.requests)
+
+    return asyncio.run(visits())
+
+
+_HANGS = 1.5  # seconds that a handshake with a host that does not answer takes
+
+
+def _hanging(engine: IdleEngine) -> None:
+    """Let every handshake but P's hang and then fail."""
+
+    def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
+        if engine_id != "P":
+            time.sleep(_HANGS)
+            raise TimeoutError(engine_id)
+        return register_peer(engine.worker, engine_id, tp_size)
+
+    script_handshake(engine.worker, handshake)
+
+
+@scenario("one", "three")
+def a_refused_requests_peer_hangs(count: str) -> Observed:
+    """An engine with nothing to compute: it rests, or looks now and then, and does not spin."""
+    hosts = [f"hangs-{i}" for i in range({"one": 1, "three": 3}[count])]
+    engine = IdleEngine()
+    _hanging(engine)
+    loop = Loop(engine)
+    for request in _refused_requests(*hosts):
+        loop.input_queue.put(("add", request))
+    loop.watch(1.2)
+    return at_least(["it rests"] if loop.busy < 0.25 else [])
+
+
+@scenario()
+def a_good_request_comes_after_refused_ones() -> Observed:
+    """Twelve hosts do not answer; the request of P, which nobody has met, is read at once."""
+    engine = IdleEngine()
+    _hanging(engine)
+    loop = Loop(engine)
+    for request in _refused_requests(*(f"hangs-{i}" for i in range(12)), "P"):
+        loop.input_queue.put(("add", request))
+    loop.watch(4.0)
+    read = any(one.agent.startswith("P/") for one in nixl_of(engine.worker).reads)
+    return at_least(["read within four seconds"] if read else [])
+
+
+@scenario()
+def a_request_leaves_while_its_peer_hangs() -> Observed:
+    """Aborted before anything was read; the engine has nothing else to do."""
+    engine = IdleEngine()
+    _hanging(engine)
+    loop = Loop(engine)
+    engine.ask("req", range(40), remote_blocks=[[5, 6, 7]], engine_id="hangs")
+    engine.abort("req")
+    loop.watch(1.0)
+    return at_least(["it rests"] if loop.busy < 0.25 else [])
+
+
+@scenario()
+def a_request_waits_for_its_peer() -> Observed:
+    """The handshake takes a while and works: the loop polls no harder than stock's, then reads."""
+    engine = IdleEngine()
+
+    def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
+        time.sleep(0.6)
+        return register_peer(engine.worker, engine_id, tp_size)
+
+    script_handshake(engine.worker, handshake)
+    loop = Loop(engine)
+    engine.ask("req", range(40), remote_blocks=[[5, 6, 7]])
+    loop.watch(1.5)
+    return {
+        "read": [one.remote for one in nixl_of(engine.worker).reads],
+        "done": "req" not in engine.scheduler.requests,
+        "polls": at_least(["at most a thousand times a second"] if loop.steps < 1500 else []),
+    }
+
+
+@scenario(shows={"40364 <0.22": "the engine dies of the peer that it does not know"})
+def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
+    """Or, on releases that do so, the request ends with an error: as stock."""
+    engine = IdleEngine()
+
+    def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
+        time.sleep(0.05)
+        raise ConnectionError("nobody there")
+
+    script_handshake(engine.worker, handshake)
+    engine.ask("req", range(40), remote_blocks=[[5, 6, 7]])
+    computed, ends = [], {}
+    for _ in range(400):
+        step = engine.step()
+        computed += [step.computed[req] for req in step.computed]
+        ends |= step.finished
+        if ends:
+            break
+        time.sleep(0.005)
+    return {"computed": [list(one) for one in computed], "ends": ends}
+
