@@ -14,9 +14,9 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from uuid import uuid4
 
 from vllm.sampling_params import SamplingParams
-from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import claiming_connector
@@ -41,7 +41,7 @@ def stand_in_id(name: str) -> str:
     shown = "".join(c if c.isprintable() else "?" for c in name[:_SHOWN])
     # Two stand-ins under one name would be one to the scheduler, and the second prefill server
     # would never hear.
-    return f"{shown}-rejected-{random_uuid()}"
+    return f"{shown}-rejected-{uuid4().hex}"
 
 
 def is_stand_in(request: Request) -> bool:
