@@ -65,8 +65,9 @@ from vllm.v1.kv_cache_interface import (
 from tests.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
 from tests.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
-GroupKind = Literal["full", "sliding", "mamba"]
-"""What one KV-cache group holds: all tokens, a window of them, or a recurrent state."""
+GroupKind = Literal["full", "sliding", "mamba", "wide"]
+"""What one KV-cache group holds: all tokens, a window of them, a recurrent state, or all tokens in
+blocks of twice the size, as layers with half the heads have them beside others."""
 
 _Result = TypeVar("_Result")
 
@@ -469,6 +470,10 @@ def _spec(
     )
     if kind == "full":
         return full
+    if kind == "wide":
+        return FullAttentionSpec(
+            block_size=2 * block_size, num_kv_heads=heads // 2, head_size=HEAD_SIZE, dtype=DTYPE
+        )
     if kind == "sliding":
         return SlidingWindowSpec(
             block_size=block_size,
@@ -541,8 +546,10 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
         for name in (shared.layers if PACKED else shared.shared_by)
     }
     caches: dict[str, Any] = {}
+    small = kernel_block_size, min(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
+        kernel_block_size = small[0] * (spec.block_size // small[1])
         for name in group.layer_names:
             raw = storage[name]
             if isinstance(spec, MambaSpec):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 from vllm.logger import init_logger
@@ -14,7 +15,7 @@ class KVTransferNotifier:
     """A base for `EngineClient`: it can be told of a request that will never reach the engine.
 
     A plain method, not an abstract one: engine clients that live outside vLLM do not have it and
-    must go on working. Theirs then keep what they did before, with a line in the log.
+    must go on working. Theirs then keep what they did before, with one line in the log.
     """
 
     async def notify_kv_transfer_request_rejected(
@@ -31,9 +32,13 @@ class KVTransferNotifier:
             kv_transfer_params: as the client sent them.
             data_parallel_rank: the engine that the client asked for, if it asked for one.
         """
-        logger.warning(
-            "%s cannot tell the prefill server about rejected request %s; "
-            "its KV blocks stay until the prefill server's own timeout.",
-            type(self).__name__,
-            request_id,
-        )
+        _say_once(type(self))
+
+
+@lru_cache(maxsize=None)
+def _say_once(client: type[KVTransferNotifier]) -> None:
+    logger.warning(
+        "%s cannot tell a prefill server about rejected requests; "
+        "their KV blocks stay until the prefill server's own timeout.",
+        client.__name__,
+    )

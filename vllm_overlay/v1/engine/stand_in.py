@@ -14,12 +14,13 @@ import time
 from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypeVar, cast
+from uuid import uuid4
 
 from vllm.sampling_params import SamplingParams
-from vllm.utils import random_uuid
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import claiming_connector
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import printable
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -38,10 +39,9 @@ def stand_in_id(name: str) -> str:
 
     They choose names of any length and with anything in them; the id ends up in logs.
     """
-    shown = "".join(c if c.isprintable() else "?" for c in name[:_SHOWN])
     # Two stand-ins under one name would be one to the scheduler, and the second prefill server
     # would never hear.
-    return f"{shown}-rejected-{random_uuid()}"
+    return f"{printable(name[:_SHOWN])}-rejected-{uuid4().hex}"
 
 
 def is_stand_in(request: Request) -> bool:

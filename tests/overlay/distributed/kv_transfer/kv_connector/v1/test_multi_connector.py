@@ -18,6 +18,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import 
     NotificationsWait,
     needs_tick,
 )
+from vllm_overlay.v1.engine.stand_in import stand_in_id
 
 REMOTE: dict[str, Any] = {
     "do_remote_prefill": True,
@@ -89,3 +90,72 @@ def test_reports_of_several_ranks() -> None:
         for second in (True, False):
             joined = NotificationsWait(first).aggregate(NotificationsWait(second))
             assert joined.waiting == (first or second)
+
+
+def stand_in() -> Request:
+    """What an API server sends for a request that it refused."""
+    request = aborted({**REMOTE, "transfer_id": "Mooncake's", "remote_bootstrap_addr": "h:1"})
+    request.request_id = stand_in_id("gone")
+    request.abort_immediately = True
+    return request
+
+
+FINISH = [
+    (name, blocks)
+    for name, blocks in (("request_finished", []), ("request_finished_all_groups", ([],)))
+    if hasattr(MultiConnector, name)
+]
+
+
+class Other:
+    """A connector that a stand-in must not reach."""
+
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    def request_finished(self, request: Request, blocks: object) -> tuple[bool, None]:
+        self.seen.append(request.request_id)
+        return False, None
+
+    request_finished_all_groups = request_finished
+
+    def on_new_request(self, request: Request) -> None:
+        self.seen.append(request.request_id)
+
+
+@pytest.mark.parametrize(("finish", "blocks"), FINISH)
+def test_a_refused_request_is_seen_by_nixl_alone(finish: str, blocks: Any) -> None:  # noqa: ANN401
+    """Mooncake would report an empty pull that nobody awaits, and the scheduler dies of that."""
+    children = [{"kv_connector": n, "kv_role": "kv_both"} for n in ("NixlConnector",) * 2]
+    config = make_vllm_config(connector="MultiConnector", extra_config={"connectors": children})
+    several = MultiConnector(config, KVConnectorRole.SCHEDULER, make_kv_cache_config())
+    other: Any = Other()
+    several._connectors[0] = other
+    request = stand_in()
+    if hasattr(several, "on_new_request"):
+        several.on_new_request(request)
+    assert getattr(several, finish)(request, blocks) == (False, None)
+    assert other.seen == []
+    nixl = several._connectors[1].build_connector_meta(SimpleNamespace())
+    assert list(nixl.reqs_to_recv) == [request.request_id]
+
+    left = aborted(dict(REMOTE))  # a client's own request, that is aborted: as ever
+    getattr(several, finish)(left, blocks)
+    assert other.seen == [left.request_id]
+
+
+def test_the_release_s_own_mooncake_beside_nixl() -> None:
+    """It reports an empty pull that nobody awaits as received, and the scheduler dies of that."""
+    children = [
+        {"kv_connector": "MooncakeConnector", "kv_role": "kv_consumer"},
+        {"kv_connector": "NixlConnector", "kv_role": "kv_both"},
+    ]
+    config = make_vllm_config(connector="MultiConnector", extra_config={"connectors": children})
+    several = MultiConnector(config, KVConnectorRole.SCHEDULER, make_kv_cache_config())
+    mooncake, nixl = several._connectors
+    request = stand_in()
+    if hasattr(several, "on_new_request"):
+        several.on_new_request(request)
+    several.request_finished(request, [])
+    assert not mooncake.connector_scheduler._reqs_need_recv
+    assert list(nixl.build_connector_meta(SimpleNamespace()).reqs_to_recv) == [request.request_id]

@@ -23,7 +23,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 from vllm.logger import init_logger
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import asks_for_blocks
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    asks_for_blocks,
+    printable,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -148,11 +151,11 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
     if not usable:
         request.kv_transfer_params = _without_offer(request.kv_transfer_params)
         logger.warning(
-            "Request %.200r: the KV blocks of request %.200r on engine %.200r are or were "
-            "another request's. They are not used again; a prompt is computed here.",
-            request.request_id,
-            source.request_id,
-            source.engine_id,
+            "Request %s: the KV blocks of request %s on engine %s are or were another request's. "
+            "They are not used again; a prompt is computed here.",
+            printable(request.request_id),
+            printable(source.request_id),
+            printable(source.engine_id),
         )
 
 

@@ -21,6 +21,9 @@ MAX_BLOCK_ID = 2**31 - 1
 MAX_DEPTH = 16
 """Levels of lists and objects inside a field; block numbers are two deep."""
 
+MAX_SHOWN = 200
+"""Characters that are shown of what a client chose."""
+
 MAX_ID_LENGTH = 4096
 """Characters in an id; a prefill server's request id may hold one that its client chose."""
 
@@ -51,6 +54,14 @@ def find_problem(params: object, *, groups: int | None = None) -> Problem | None
     if not asks_for_blocks(params):
         return None
     return peer_problem(params) or _blocks_problem(params, groups) or _tokens_problem(params)
+
+
+def printable(text: str) -> str:
+    """`text` for a line in a log or an id of ours: short, and without what moves a terminal.
+
+    Clients choose ids, of any length and with anything in them.
+    """
+    return "".join(c if c.isprintable() else "?" for c in text[:MAX_SHOWN])
 
 
 def find_unsendable(params: object) -> Problem | None:

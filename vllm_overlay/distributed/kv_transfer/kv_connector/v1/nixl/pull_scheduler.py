@@ -15,7 +15,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.logger import init_logger
-from vllm.utils.math_utils import cdiv
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
@@ -124,27 +123,14 @@ def _check(
         or _coverage_problem(scheduler, request, checked)
     )
     if problem is not None:
-        told = shared._disarm(scheduler, checked, groups)
-        logger.warning(
-            "Request %s cannot use the KV blocks it was given: %s. "
-            "Its prompt is computed here; %s.",
-            request.request_id,
-            problem,
-            "their owner is told to free them"
-            if told
-            else "their owner cannot be told and keeps them until its own timeout",
-        )
+        shared.give_up(scheduler, request, checked, groups, problem)
     return checked
 
 
 def _coverage_problem(
     scheduler: NixlPullConnectorScheduler, request: Request, params: shared.CheckedParams
 ) -> Problem | None:
-    """Too few blocks for what is to be read of the prompt.
-
-    A peer's blocks may be smaller than ours but not larger. State caches (Mamba) do not go by
-    tokens, nor do hybrids' block sizes.
-    """
+    """Too few blocks for what is to be read of the prompt."""
     if scheduler._has_mamba or not asks_for_blocks(params):
         return None
     tokens = len(request.prompt_token_ids or ())
@@ -154,23 +140,14 @@ def _coverage_problem(
         tokens = min(tokens, params.get("remote_num_tokens") or 0)
     parallel = scheduler.vllm_config.parallel_config
     ranks = max(parallel.decode_context_parallel_size, params.get("dcp_size", 1))
-    ranks *= parallel.prefill_context_parallel_size
-    for theirs, window, group in zip(
-        params["remote_block_ids"],
-        scheduler.blocks_per_sw,
+    return shared.short_group(
+        params,
+        tokens,
         scheduler.kv_cache_config.transfer_groups,
-        strict=True,
-    ):
-        size = max(scheduler.block_size, group.kv_cache_spec.block_size) * ranks
-        needed = cdiv(tokens, size)
-        # Blocks outside a sliding window are never sent.
-        least = min(needed, window) if window and scheduler._is_hma_required else needed
-        if len(theirs) < least:
-            return Problem(
-                "remote_block_ids",
-                f"has {len(theirs)} blocks where {tokens} tokens need {least}",
-            )
-    return None
+        scheduler.blocks_per_sw if scheduler._is_hma_required else None,
+        block_size=scheduler.block_size,
+        ranks=ranks * parallel.prefill_context_parallel_size,
+    )
 
 
 # ---------------------------------------------------------------- the listener

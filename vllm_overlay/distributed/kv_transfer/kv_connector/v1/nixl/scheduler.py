@@ -9,7 +9,7 @@ the parameters are good enough for that.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -21,6 +21,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     find_problem,
     peer_problem,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
         NixlConnectorScheduler,
     )
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
@@ -72,17 +74,28 @@ def _check(scheduler: NixlConnectorScheduler, request: Request, params: object) 
         or _coverage_problem(scheduler, request, checked)
     )
     if problem is not None:
-        told = _disarm(scheduler, checked, groups)
-        logger.warning(
-            "Request %s cannot use the KV blocks it was given: %s. "
-            "Its prompt is computed here; %s.",
-            request.request_id,
-            problem,
-            "their owner is told to free them"
-            if told
-            else "their owner cannot be told and keeps them until its own timeout",
-        )
+        give_up(scheduler, request, checked, groups, problem)
     return checked
+
+
+def give_up(
+    scheduler: NixlConnectorScheduler,
+    request: Request,
+    params: CheckedParams,
+    groups: int,
+    problem: Problem,
+) -> None:
+    """Make of a request's bad parameters what can be made of them, and say so."""
+    told = _disarm(scheduler, params, groups)
+    logger.warning(
+        "Request %s cannot use the KV blocks it was given: %s. "
+        "Its prompt is computed here; %s.",
+        printable(request.request_id),
+        problem,
+        "their owner is told to free them"
+        if told
+        else "their owner cannot be told and keeps them until its own timeout",
+    )
 
 
 def _give_single_group_a_list(params: CheckedParams, groups: int) -> None:
@@ -139,30 +152,50 @@ def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) ->
 def _coverage_problem(
     scheduler: NixlConnectorScheduler, request: Request, params: CheckedParams
 ) -> Problem | None:
-    """Too few blocks for the prompt. A worker that reads would run into that, and stop.
-
-    A peer's blocks may be smaller than ours but not larger (its handshake would fail), so it has
-    at least as many. State caches (Mamba) do not go by tokens, nor do hybrids' block sizes.
-    """
+    """Too few blocks for the prompt. A worker that reads would run into that, and stop."""
     if scheduler._has_mamba or not asks_for_blocks(params):
         return None
     tokens = len(request.prompt_token_ids or ())
     if not params.get("do_remote_prefill"):
         tokens = min(tokens, params.get("remote_num_tokens") or 0)
     parallel = scheduler.vllm_config.parallel_config
-    block_size = (
-        scheduler.block_size
-        * parallel.decode_context_parallel_size
-        * parallel.prefill_context_parallel_size
+    return short_group(
+        params,
+        tokens,
+        scheduler.kv_cache_config.kv_cache_groups,
+        scheduler.blocks_per_sw if scheduler._is_hma_required else None,
+        block_size=scheduler.block_size,
+        ranks=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
     )
-    needed = cdiv(tokens, block_size)
-    for group, window in zip(params["remote_block_ids"], scheduler.blocks_per_sw, strict=True):
+
+
+def short_group(
+    params: CheckedParams,
+    tokens: int,
+    groups: Sequence[KVCacheGroupSpec],
+    windows: Sequence[int] | None,
+    *,
+    block_size: int,
+    ranks: int,
+) -> Problem | None:
+    """The first KV-cache group for which a peer offers fewer blocks than `tokens` need.
+
+    A peer's blocks may be smaller than ours but not larger (its handshake would fail), so it has
+    at least as many. A group's blocks may be larger than `block_size` (in tokens, what the engine
+    was started with): groups of small pages are given larger ones. Each of `ranks` has a share
+    of the tokens. `windows` says for each group how many blocks are sent at the most, 0 for all.
+    State caches (Mamba) do not go by tokens; they are not for here.
+    """
+    for theirs, group, window in zip(
+        params["remote_block_ids"], groups, windows or [0] * len(groups), strict=True
+    ):
+        needed = cdiv(tokens, max(block_size, group.kv_cache_spec.block_size) * ranks)
         # Blocks outside a sliding window are never sent.
-        least = min(needed, window) if window and scheduler._is_hma_required else needed
-        if len(group) < least:
+        least = min(needed, window) if window else needed
+        if len(theirs) < least:
             return Problem(
                 "remote_block_ids",
-                f"has {len(group)} blocks where {tokens} tokens need {least}",
+                f"has {len(theirs)} blocks where {tokens} tokens need {least}",
             )
     return None
 

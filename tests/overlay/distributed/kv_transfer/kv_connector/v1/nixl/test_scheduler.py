@@ -147,6 +147,21 @@ def test_a_sliding_window_hands_out_its_window() -> None:
     assert engine.run()
 
 
+@pytest.mark.parametrize(("theirs", "reads"), [(3, 1), (2, 0)])
+def test_each_group_counts_in_blocks_of_its_own_size(theirs: int, reads: int) -> None:
+    """80 tokens are five blocks of 16 and three of 32."""
+    engine = IdleEngine(groups=("full", "wide"))
+    connect(engine.worker, "P")
+    engine.ask("good", range(80), [[1, 2, 3, 4, 5], [6, 7, 8][:theirs]])
+    computed = engine.step().computed
+    nixl = nixl_of(engine.worker)
+    assert len(nixl.reads) == reads
+    assert computed == ({} if reads else {"good": (0, 80)})
+    nixl.finish(*nixl.reads)
+    assert engine.run()
+    assert nixl.heard == {"P/0": [b"good-at-p:1"]}
+
+
 def test_a_prefill_goes_on_whatever_it_was_offered(caplog: pytest.LogCaptureFixture) -> None:
     """Its own client reads from it: bad blocks to start from must not keep it from that."""
     engine = IdleEngine()

@@ -1,0 +1,168 @@
+"""A rejected request reaches an engine core only with a connector and engine cores that know it."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreRequest
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from tests.serving_app import REMOTE
+from vllm_overlay.engine.protocol import KVTransferNotifier
+from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
+
+STOCK_TELLS = hasattr(AsyncLLM.notify_kv_transfer_request_rejected, "__wrapped__")
+"""Stock sends any connector a stand-in: from 0.21.0 on."""
+
+
+class Cores:
+    """The client of `count` engine cores; `answers` are what each says to a claim."""
+
+    def __init__(self, *answers: bool | Exception) -> None:
+        self.core_engines = [bytes([i]) for i in range(len(answers))]
+        self.answers = answers
+        self.asked: list[tuple[Any, ...]] = []
+        self.sent: list[EngineCoreRequest] = []
+
+    async def _call_utility_async(self, *call: str, engine: bytes) -> bool:
+        assert not self.sent, "asked after the fact"
+        self.asked.append((engine, *call))
+        await asyncio.sleep(0)
+        answer = self.answers[engine[0]]
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    async def add_request_async(self, request: EngineCoreRequest) -> None:
+        self.sent.append(request)
+
+
+def config(
+    connector: str = "NixlConnector", module: str | None = None, **extra: object
+) -> Any:  # noqa: ANN401
+    return SimpleNamespace(
+        kv_connector=connector, kv_connector_module_path=module, kv_connector_extra_config=extra
+    )
+
+
+class Engine:
+    """What of `AsyncLLM` tells an engine core; the methods are its own."""
+
+    notify_kv_transfer_request_rejected = AsyncLLM.notify_kv_transfer_request_rejected
+
+    def __init__(self, *answers: bool | Exception, kv: object = None) -> None:
+        self.engine_core = Cores(*answers)
+        self.vllm_config = SimpleNamespace(
+            kv_transfer_config=kv or config(),
+            parallel_config=SimpleNamespace(
+                data_parallel_size=len(answers),
+                data_parallel_size_local=len(answers),
+                local_engines_only=False,
+            ),
+        )
+
+    def reject(self, name: str = "r", params: dict[str, Any] = REMOTE, rank: int | None = None) -> Cores:
+        asyncio.run(
+            self.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank)
+        )
+        return self.engine_core
+
+
+def test_one_engine_core_is_not_asked() -> None:
+    """It decides when the stand-in arrives; nobody else could read."""
+    core = Engine(True).reject()
+    assert core.asked == []
+    (stand_in,) = core.sent
+    assert stand_in.abort_immediately
+    assert stand_in.sampling_params is not None
+    assert stand_in.sampling_params.extra_args == {"kv_transfer_params": REMOTE}
+
+
+def test_all_engine_cores_are_asked_first() -> None:
+    core = Engine(True, True, True).reject(rank=1)
+    (stand_in,) = core.sent
+    assert stand_in.data_parallel_rank == 1
+    claim = (REMOTE["remote_engine_id"], REMOTE["remote_request_id"], stand_in.request_id)
+    assert core.asked == [(bytes([i]), "claim_kv_transfer", *claim) for i in range(3)]
+
+
+@pytest.mark.parametrize("answers", [(False, True), (True, False)])
+def test_one_that_has_a_reader_is_enough_to_tell_nobody(answers: tuple[bool, ...]) -> None:
+    assert Engine(*answers).reject().sent == []
+
+
+def test_an_engine_core_of_another_build() -> None:
+    engine = Engine(True, Exception("Call to claim_kv_transfer method failed: no attribute"))
+    assert engine.reject().sent == []
+    asked = len(engine.engine_core.asked)
+    assert engine.reject().sent == []
+    assert len(engine.engine_core.asked) == asked  # once is enough
+
+
+@pytest.mark.parametrize(
+    "lie", [{"remote_host": None}, {"remote_port": "x"}, {"remote_request_id": 7}, {"tp_size": 0}]
+)
+def test_who_cannot_be_told_is_nobody(lie: dict[str, Any]) -> None:
+    for answers in ((True,), (True, True)):
+        core = Engine(*answers).reject(params=REMOTE | lie)
+        assert core.sent == core.asked == []
+
+
+@pytest.mark.parametrize(
+    "name", ["x" * 5_000_000, "a\nb\r\x1b[31m", "\u2028\udcff", "", "-rejected-"]
+)
+def test_a_name_is_short_and_clean(name: str) -> None:
+    (stand_in,) = Engine(True).reject(name).sent
+    assert re.fullmatch(r".{0,64}-rejected-[0-9a-f]{32}", stand_in.request_id)
+    assert stand_in.request_id.isprintable()
+    aborted: Any = SimpleNamespace(request_id=stand_in.request_id, abort_immediately=True)
+    assert is_stand_in(aborted)
+
+
+def test_what_upstream_aborts_at_once_is_none_of_ours() -> None:
+    for name, abort in (("cmpl-1-deadbeef", True), (stand_in_id("x"), False)):
+        request: Any = SimpleNamespace(request_id=name, abort_immediately=abort)
+        assert not is_stand_in(request)
+
+
+MULTI = [{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "NixlConnector"}]
+
+
+@pytest.mark.parametrize(
+    ("kv", "takes"),
+    [
+        (config(), True),
+        (config("NixlPullConnector"), True),
+        (config("MultiConnector", connectors=MULTI), True),
+        (config("MultiConnector", connectors=MULTI[:1]), False),
+        (config("MultiConnector"), False),
+        (config("NixlPushConnector"), False),
+        (config("MooncakeConnector"), False),
+        (config("NixlConnector", module="in.house"), False),
+    ],
+)
+def test_which_connectors_take_a_stand_in(kv: Any, takes: bool) -> None:  # noqa: ANN401
+    assert takes_stand_ins(kv) is takes
+    core = Engine(True, True, kv=kv).reject()
+    assert len(core.asked) == (2 if takes else 0)
+    if takes:
+        assert len(core.sent) == 1
+    else:  # as stock
+        assert len(core.sent) == STOCK_TELLS
+
+
+def test_a_client_without_the_method_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    class First(KVTransferNotifier):
+        pass
+
+    class Second(KVTransferNotifier):
+        pass
+
+    for client in (First(), First(), Second(), First(), Second()):
+        asyncio.run(client.notify_kv_transfer_request_rejected("r", REMOTE))
+    said = [r.getMessage() for r in caplog.records if "cannot tell" in r.getMessage()]
+    assert [message.split()[0] for message in said] == ["First", "Second"]
