@@ -84,7 +84,9 @@ class IdleCore:
         seconds: CPU time that the loop has used, once it has ended.
     """
 
-    def __init__(self, engine: IdleEngine, core_class: type[EngineCoreProc] = EngineCoreProc) -> None:
+    def __init__(
+        self, engine: IdleEngine, core_class: type[EngineCoreProc] = EngineCoreProc
+    ) -> None:
         self.engine = engine
         self.steps = 0
         self.seconds = 0.0
