@@ -6,7 +6,10 @@ engine core's `add_request`, and its rule for when to take another step.
 
 from __future__ import annotations
 
+import queue
+import threading
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -14,7 +17,7 @@ from unittest import mock
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
-from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -70,3 +73,72 @@ class IdleEngine(DecodeEngine):
             kv_connector_stats=self.connector.get_kv_connector_stats(),
             kv_connector_worker_meta=self.connector.build_connector_worker_meta(),
         )
+
+
+class IdleCore:
+    """vLLM's own engine core loop around an `IdleEngine`, in a thread; a context manager.
+
+    Attributes:
+        engine: what the loop steps. Only the loop touches it while it runs; `call` gets there.
+        steps: how many steps were taken.
+        seconds: CPU time that the loop has used, once it has ended.
+    """
+
+    def __init__(
+        self, engine: IdleEngine, core_class: type[EngineCoreProc] = EngineCoreProc
+    ) -> None:
+        self.engine = engine
+        self.steps = 0
+        self.seconds = 0.0
+        self.core: Any = core_class.__new__(core_class)  # its constructor starts a model
+        vars(self.core).update(
+            scheduler=engine.scheduler,
+            model_executor=SimpleNamespace(is_sleeping=False),
+            input_queue=queue.Queue(),
+            aborts_queue=queue.Queue(),
+            output_queue=queue.Queue(),
+            process_input_queue_block=True,
+            shutdown_state=EngineShutdownState.RUNNING,
+            engines_running=False,
+            batch_queue=None,
+            _idle_state_callbacks=[],
+            publish_dp_lb_stats=False,
+            eep_scaling_state=None,
+            step_fn=self._step,
+            post_step=lambda _: None,
+            _handle_client_request=lambda act, *_: act(),
+            _handle_shutdown=lambda: self._running,
+        )
+        self._running = True
+        self._failed: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> IdleCore:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.call(lambda: setattr(self, "_running", False))
+        self._thread.join(10)
+        if self._failed is not None:
+            raise self._failed
+
+    def call(self, act: Callable[[], Any]) -> None:
+        """Have the loop do `act` as it takes requests: when it is idle or between two steps."""
+        self.core.input_queue.put_nowait((act, None))
+
+    def _step(self) -> tuple[dict[int, Any], bool]:
+        if self.engine.scheduler.has_requests():
+            self.steps += 1
+            self.engine.step()
+        return {}, False
+
+    def _run(self) -> None:
+        began = time.thread_time()
+        try:
+            self.core.run_busy_loop()
+        except SystemExit:
+            pass
+        except BaseException as error:
+            self._failed = error
+        self.seconds = time.thread_time() - began

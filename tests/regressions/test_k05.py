@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import await_handshakes, nixl_of, register_peer, script_handshake
+from tests.idle_engine import IdleCore, IdleEngine
+from tests.nixl_worker import nixl_of, register_peer, script_handshake
 from tests.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS, CHAT, RESPONSES, _, GENERATE = ENDPOINTS
@@ -126,13 +126,19 @@ def test_an_idle_engine_goes_on_until_p_has_been_told() -> None:
         assert met.wait(10)
         return register_peer(engine.worker, engine_id, tp_size)
 
+    def leave() -> None:
+        engine.ask("left", range(20), [[1, 2]])
+        engine.abort("left")
+
     script_handshake(engine.worker, shake_hands)
-    engine.ask("left", range(20), [[1, 2]])
-    engine.abort("left")
-    threading.Timer(0.1, met.set).start()
-    began = time.monotonic()
-    assert engine.run()
-    met.set()
-    await_handshakes(engine.worker)
-    assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
-    assert time.monotonic() - began < 5  # and then it rests
+    with IdleCore(engine) as idle:
+        idle.call(leave)
+        time.sleep(0.1)
+        met.set()
+        end = time.monotonic() + 5
+        while not nixl_of(engine.worker).heard and time.monotonic() < end:
+            time.sleep(0.01)
+        assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
+        taken = idle.steps
+        time.sleep(0.5)
+        assert idle.steps <= taken + 1  # and then it rests

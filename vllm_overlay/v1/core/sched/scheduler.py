@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import needs_tick
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WantsLooks
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 def has_clean_up(scheduler: Scheduler) -> bool:
     """Whether a step is due although no request wants one.
 
-    Workers must hear which requests have finished, and the KV connector may have something left
-    to say to a peer.
+    Workers must hear which requests have finished; and the engine core may be about to look after
+    what a KV connector still has to say to a peer, see `vllm_overlay.v1.engine.idle`.
     """
-    return bool(scheduler.finished_req_ids) or needs_tick(scheduler.connector)
+    connector = scheduler.connector
+    return bool(scheduler.finished_req_ids) or (
+        isinstance(connector, WantsLooks) and connector.looking
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,8 +17,9 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.nixl_worker import make_kv_cache_config, make_vllm_config
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    RARELY,
+    SOON,
     NotificationsWait,
-    needs_tick,
 )
 from vllm_overlay.v1.engine.stand_in import stand_in_id
 
@@ -69,27 +72,52 @@ def test_a_child_leaves_what_it_does_not_know(connector: MultiConnector) -> None
     assert request.kv_transfer_params == params
 
 
-def test_a_child_that_needs_a_step_gets_one(connector: MultiConnector) -> None:
-    assert not needs_tick(connector)
+def report(connector: NixlConnector, pending: int) -> None:
+    connector.update_connector_output(
+        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(pending))
+    )
+
+
+def test_a_child_that_wants_looks_gets_them(connector: MultiConnector) -> None:
+    assert connector.next_look() is None
+    connector.looks()
+    assert connector.next_look() is None
     second = connector._connectors[1]
     assert isinstance(second, NixlConnector)
-    second.update_connector_output(
-        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(True))
-    )
-    assert needs_tick(connector)
+    report(second, 2)
+    first_look = connector.next_look()
+    assert first_look is not None
     second.update_connector_output(KVConnectorOutput())  # no news
-    assert needs_tick(connector)
-    second.update_connector_output(
-        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(False))
-    )
-    assert not needs_tick(connector)
+    assert connector.next_look() == first_look
+    connector.looks()
+    assert (connector.next_look() or 0.0) > first_look
+    report(second, 0)
+    assert connector.next_look() is None
+
+
+def test_looks_become_rarer_until_there_is_news(connector: MultiConnector) -> None:
+    child = connector._connectors[0]
+    assert isinstance(child, NixlConnector)
+
+    def pause() -> float:
+        return (child.next_look() or 0.0) - time.monotonic()
+
+    report(child, 4)
+    pauses = []
+    for _ in range(12):
+        child.looks()
+        pauses.append(pause())
+        report(child, 4)
+    assert pauses[0] < 3 * SOON
+    assert all(later > 1.5 * sooner for sooner, later in itertools.pairwise(pauses[:6]))
+    assert 0.9 * RARELY < pauses[-1] <= RARELY
+    report(child, 3)
+    assert pause() <= SOON
 
 
 def test_reports_of_several_ranks() -> None:
-    for first in (True, False):
-        for second in (True, False):
-            joined = NotificationsWait(first).aggregate(NotificationsWait(second))
-            assert joined.waiting == (first or second)
+    joined = NotificationsWait(2).aggregate(NotificationsWait(0)).aggregate(NotificationsWait(3))
+    assert joined.pending == 5
 
 
 def stand_in() -> Request:

@@ -3,93 +3,107 @@
 
 A request that ends without reading its blocks (rejected, or aborted in the queue) leaves one
 thing to do: a notification. The worker sends it at once if it knows the prefill server; else it
-shakes hands first, in a thread, and sends it in the next step of the engine. An engine without
-requests takes no further step. So the worker says when a notification waits for a handshake, and
-the scheduler counts that as work until the worker says that none does any more.
+shakes hands first, in threads, and sends it in a later step of the engine. An engine without
+requests takes no further step. So the worker says what notifications have before them, and the
+scheduler's side says when to look at them: soon after there is news, and then rarer and rarer. What
+looks is the engine core's loop, see `vllm_overlay.v1.engine.idle`.
+
+It is not sent from the thread that shakes hands, though no step would be needed then: NIXL's
+agents are made without locks (`NIXL_THREAD_SYNC_NONE`), and vLLM sends from its main thread only.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
-if TYPE_CHECKING:
-    from concurrent.futures import Future
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
+    pending_notifications,
+)
 
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-        NixlConnectorMetadata,
-    )
+if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
     from vllm.v1.outputs import KVConnectorOutput
 
+SOON = 0.002
+"""Seconds from news of a notification to the first look at it. Each further look comes after twice
+the time, so one is late by as long again as its peer has taken, at most."""
 
-def _nothing() -> None:
-    pass
+RARELY = 0.25
+"""Seconds between looks at the most; a look is an engine step without tokens."""
 
 
-class NeedsTick:
-    """A connector that can ask for another step of an engine that has nothing else to do."""
+class WantsLooks:
+    """A connector that can ask for steps of an engine that has nothing else to do.
 
-    needs_tick: bool = False
+    Attributes:
+        looking: the engine core is about to take such a step, and only then.
+    """
+
+    looking: bool = False
+
+    def next_look(self) -> float | None:
+        """When (`time.monotonic`) to take the next step; None if there is nothing to look at."""
+        raise NotImplementedError
+
+    def looks(self) -> None:
+        """Hear that a step is taken, and so make the next one wait."""
+        raise NotImplementedError
 
 
 class NotificationsWait(KVConnectorWorkerMetadata):
-    """A worker's report: does a notification wait for a handshake? True wins over ranks."""
+    """A worker's report: what its notifications have before them; over ranks, the sum."""
 
-    def __init__(self, waiting: bool) -> None:
-        self.waiting = waiting
+    def __init__(self, pending: int) -> None:
+        self.pending = pending
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> NotificationsWait:
         """Join the reports of two ranks."""
-        waiting = isinstance(other, NotificationsWait) and other.waiting
-        return NotificationsWait(self.waiting or waiting)
+        others = other.pending if isinstance(other, NotificationsWait) else 0
+        return NotificationsWait(self.pending + others)
 
 
-class WakesIdleEngine(NeedsTick):
+class WakesIdleEngine(WantsLooks):
     """A base for `NixlConnector`, which is built once for the scheduler and once per worker."""
 
     connector_worker: NixlConnectorWorker | None
 
-    _settled: Future[None] | None = None  # done once every handshake before it is
-    _reported = False
+    _pending = 0
+    _pause = SOON
+    _look_at: float | None = None
 
     # Worker side.
 
-    def watch_notifications(self, metadata: NixlConnectorMetadata) -> None:
-        """Look for receives without blocks, which only notify, among those just started."""
-        worker = self.connector_worker
-        if worker is None:
-            return
-        if any(not receive.local_block_ids for receive in metadata.reqs_to_recv.values()):
-            # One thread shakes all hands, and runs the callbacks that queue what may go on.
-            # Whatever this task finds before it is over by then.
-            self._settled = worker._handshake_initiation_executor.submit(_nothing)
-
     def build_connector_worker_meta(self) -> NotificationsWait | None:
         """Report in each step while notifications wait, and once that they no longer do."""
-        waiting = self._notifications_wait()
-        if not waiting:
-            self._settled = None
-        report = NotificationsWait(waiting) if waiting or self._reported else None
-        self._reported = waiting
+        worker = self.connector_worker
+        pending = 0 if worker is None else pending_notifications(worker)
+        report = NotificationsWait(pending) if pending or self._pending else None
+        self._pending = pending
         return report
-
-    def _notifications_wait(self) -> bool:
-        if self._settled is None or self.connector_worker is None:
-            return False
-        # The thread queues before it settles, so this order of looking misses nothing.
-        return not self._settled.done() or not self.connector_worker._ready_requests.empty()
 
     # Scheduler side.
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report; no report is no news."""
         report = connector_output.kv_connector_worker_meta
-        if isinstance(report, NotificationsWait):
-            self.needs_tick = report.waiting
+        if not isinstance(report, NotificationsWait):
+            return
+        if not report.pending:
+            self._look_at = None
+        elif report.pending != self._pending:
+            self._pause = SOON
+            self._look_at = time.monotonic() + SOON
+        self._pending = report.pending
 
+    def next_look(self) -> float | None:
+        """When (`time.monotonic`) to take the next step; None if there is nothing to look at."""
+        return self._look_at
 
-def needs_tick(connector: Any) -> bool:  # noqa: ANN401 - any release's connector base
-    """Whether `connector` asks for another step."""
-    return isinstance(connector, NeedsTick) and connector.needs_tick
+    def looks(self) -> None:
+        """Hear that a step is taken, and so make the next one wait."""
+        if self._look_at is not None:
+            self._pause = min(2 * self._pause, RARELY)
+            self._look_at = time.monotonic() + self._pause

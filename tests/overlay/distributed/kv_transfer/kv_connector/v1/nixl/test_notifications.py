@@ -1,0 +1,176 @@
+"""Notifications to peers that are not connected: bounded, and made on vLLM's threads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.nixl_release import NixlConnectorMetadata
+from tests.nixl_worker import nixl_of, rank_key, step
+from tests.side_channel import Fleet, silent
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import notifications
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
+    MAX_PEERS,
+    pending_notifications,
+)
+
+HANDSHAKES = "vllm-nixl-handshake-initiator"
+
+
+@pytest.fixture
+def fleet() -> Iterator[Fleet]:
+    with Fleet() as fleet:
+        yield fleet
+
+
+def failed(fleet: Fleet) -> int:
+    """What the metric counts; taking it resets it."""
+    stats = fleet.worker.get_kv_connector_stats()
+    return len(stats.data["num_failed_notifications"]) if stats else 0
+
+
+def test_every_request_of_a_peer_is_told_by_one_handshake(fleet: Fleet) -> None:
+    """A restarted D may be asked to give up hundreds at once."""
+    place = fleet.serve("P", tp_size=2)
+    for i in range(3 * MAX_PEERS):
+        fleet.leave(f"left-{i}", "P", tp_size=2)
+    assert fleet.until(lambda: fleet.heard() and not pending_notifications(fleet.worker))
+    told = [b"left-%d-at-p:1" % i for i in range(3 * MAX_PEERS)]
+    assert fleet.heard() == {"P/0": told, "P/1": told}
+    assert place.asked == [0, 1]
+    assert failed(fleet) == 0
+
+
+def test_nixl_is_entered_by_the_threads_of_vllm_only(fleet: Fleet) -> None:
+    entered: list[str] = []
+    nixl = nixl_of(fleet.worker)
+    for call in ("add_remote_agent", "prep_xfer_dlist", "send_notif"):
+        nixl.on[call] = lambda *_: entered.append(threading.current_thread().name)
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    assert fleet.until(fleet.heard)
+    registering, main = entered[:-1], entered[-1]
+    assert len(registering) >= 2
+    assert all(name.startswith(HANDSHAKES) for name in registering), registering
+    assert main == threading.current_thread().name
+
+
+def test_a_peer_is_registered_once_whoever_comes_first(fleet: Fleet) -> None:
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    fleet.read()
+    assert fleet.until(lambda: fleet.reads() and fleet.heard())
+    assert fleet.until(lambda: not pending_notifications(fleet.worker))
+    assert len(nixl_of(fleet.worker).called("add_remote_agent")) == 1
+    assert fleet.worker._remote_agents == {"P": {rank_key(0): "P/0"}}
+    assert not fleet.worker._handshake_futures
+
+
+def test_the_clocks_difference_is_that_of_the_handshake(fleet: Fleet) -> None:
+    """From 0.26.0 on; an error would have D read blocks whose lease has ended."""
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    time.sleep(0.5)  # it has answered by now
+    assert fleet.until(fleet.heard)
+    if hasattr(fleet.worker, "_engine_clock_offset"):
+        assert abs(fleet.worker._engine_clock_offset["P"]) < 0.1
+
+
+def test_what_does_not_fit_is_counted_and_logged_once(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    before = set(threading.enumerate())
+    fleet.serve("silent", answers=silent)
+    for i in range(MAX_PEERS + 20):
+        fleet.ports[f"silent-{i}"] = fleet.ports["silent"]
+        fleet.leave(f"left-{i}", f"silent-{i}")
+    assert failed(fleet) == 20
+    lines = [line for line in caplog.messages if "could not be reported to a prefill" in line]
+    assert len(lines) == 1
+    threads = {t for t in threading.enumerate() if t.name.startswith("kvfix-nixl-notifier")}
+    assert len(threads - before) == 1
+
+
+def test_a_peer_that_does_not_answer_is_given_up(fleet: Fleet) -> None:
+    fleet.serve("silent", answers=silent)
+    fleet.leave("left", "silent")
+    assert fleet.until(lambda: not pending_notifications(fleet.worker), 8.0)
+    assert failed(fleet) == 1
+    assert step(fleet.worker) == (set(), set())
+    assert not fleet.worker._recving_metadata
+    fleet.serve("P")
+    fleet.leave("next", "P")
+    assert fleet.until(fleet.heard)
+
+
+def _named(fleet: Fleet) -> bool:
+    """Whether the release has names for what became of transfers: from 0.30.0 on."""
+    return hasattr(fleet.worker, "get_transfer_results")
+
+
+def test_all_ranks_together_have_one_deadline(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def slowly(rank: int) -> bool:
+        time.sleep(0.2)
+        return True
+
+    monkeypatch.setattr(notifications, "PATIENCE", 0.5)
+    place = fleet.serve("slow", tp_size=8, answers=slowly)
+    fleet.leave("left", "slow", tp_size=8)
+    assert fleet.until(lambda: not pending_notifications(fleet.worker))
+    assert 1 < len(place.asked) < 8
+    assert failed(fleet) == 1
+    assert not nixl_of(fleet.worker).called("add_remote_agent")
+
+
+def test_what_is_of_no_use_any_more_is_dropped(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet.serve("silent", answers=silent)
+    fleet.leave("left-1", "silent")
+    fleet.serve("P")
+    fleet.leave("left-2", "P")
+    monkeypatch.setattr(notifications, "USEFUL", 0.1)
+    assert fleet.until(lambda: not pending_notifications(fleet.worker))
+    assert failed(fleet) == 2
+
+
+@pytest.mark.parametrize("host", [None, ["127.0.0.1"], 7, "no such host", "[", "a" * 3000])
+def test_an_address_that_is_none(fleet: Fleet, host: Any) -> None:  # noqa: ANN401 - anything
+    metadata = NixlConnectorMetadata()
+    metadata.add_new_req_to_recv(
+        request_id="left",
+        local_block_ids=[],
+        kv_transfer_params={
+            "remote_block_ids": [[1]],
+            "remote_engine_id": "P",
+            "remote_request_id": "left-at-p",
+            "remote_host": host,
+            "remote_port": 1,
+            "tp_size": 1,
+        },
+    )
+    fleet.worker.start_load_kv(metadata)
+    fleet.serve("Q")
+    fleet.read("Q")
+    assert fleet.until(fleet.reads)
+
+
+def test_a_failing_registration_is_a_failed_handshake(fleet: Fleet) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("refused")
+
+    nixl_of(fleet.worker).on["add_remote_agent"] = refuse
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    assert fleet.until(lambda: not pending_notifications(fleet.worker))
+    step(fleet.worker)
+    assert failed(fleet) == (0 if _named(fleet) else 1)  # from 0.30.0 on as a failed handshake
+    del nixl_of(fleet.worker).on["add_remote_agent"]
+    fleet.read()
+    assert fleet.until(fleet.reads)

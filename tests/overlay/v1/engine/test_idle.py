@@ -1,0 +1,141 @@
+"""An idle engine core that still has something to say to a peer: soon, and without a busy loop."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+from tests.idle_engine import IdleCore, IdleEngine
+from tests.nixl_worker import nixl_of, register_peer, script_handshake
+
+LOOPS = [EngineCoreProc, DPEngineCoreProc]
+
+
+def silent(engine: IdleEngine) -> threading.Event:
+    """Let P never answer; set the event returned, and its handshake ends."""
+    end = threading.Event()
+
+    def hang(engine_id: str, tp_size: int) -> dict[Any, str]:
+        end.wait(10)
+        raise TimeoutError("no answer")
+
+    script_handshake(engine.worker, hang)
+    return end
+
+
+def leave(engine: IdleEngine, req_id: str = "left", engine_id: str = "P") -> None:
+    """A request that names P comes, and its client leaves before it is scheduled."""
+    engine.ask(req_id, range(20), [[1, 2]], engine_id=engine_id)
+    engine.abort(req_id)
+
+
+def wait_for(what: Any, seconds: float = 5.0) -> bool:  # noqa: ANN401 - a call
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.001)
+    return bool(what())
+
+
+@pytest.mark.parametrize("core_class", LOOPS)
+def test_a_peer_that_does_not_answer_costs_no_busy_loop(core_class: type[EngineCoreProc]) -> None:
+    engine = IdleEngine()
+    end = silent(engine)
+    idle = IdleCore(engine, core_class)
+    with idle:
+        idle.call(lambda: leave(engine))
+        time.sleep(2.0)
+        end.set()
+    assert idle.steps < 25
+    assert idle.seconds < 0.3, "CPU seconds in two seconds of waiting"
+
+
+@pytest.mark.parametrize("core_class", LOOPS)
+@pytest.mark.parametrize("seconds", [0.0, 0.02, 0.3])
+def test_a_peer_hears_soon_after_it_has_answered(
+    core_class: type[EngineCoreProc], seconds: float
+) -> None:
+    """Late by as long again as it has taken to answer, on an engine with nothing else to do."""
+    engine, answered = IdleEngine(), []
+
+    def shake_hands(engine_id: str, tp_size: int) -> dict[Any, str]:
+        time.sleep(seconds)
+        answered.append(time.monotonic())
+        return register_peer(engine.worker, engine_id, tp_size)
+
+    script_handshake(engine.worker, shake_hands)
+    with IdleCore(engine, core_class) as idle:
+        idle.call(lambda: leave(engine))
+        assert wait_for(lambda: nixl_of(engine.worker).heard)
+        heard = time.monotonic()
+        assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
+        assert heard - answered[-1] < 0.1 + seconds
+        before = idle.steps
+        time.sleep(0.6)
+        assert idle.steps <= before + 2, "and then it rests"
+
+
+def test_who_asks_whether_the_engine_is_idle_is_told_so() -> None:
+    """What waits for an idle engine (a pause, a shutdown, a release of memory) does not wait for a
+    peer: the step that looks is the core's alone, as if no request had ever come."""
+    engine = IdleEngine()
+    end = silent(engine)
+    idle, seen = IdleCore(engine), []
+    with idle:
+        idle.call(lambda: leave(engine))
+        time.sleep(0.05)
+        for _ in range(200):
+            idle.call(lambda: seen.append(engine.scheduler.has_requests()))
+            time.sleep(0.002)
+        end.set()
+    assert len(seen) == 200
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("rest", ["paused", "asleep"])
+def test_an_engine_that_is_paused_or_asleep_takes_no_step(rest: str) -> None:
+    """Its peer is told when it is awake again, and has something to do."""
+    engine = IdleEngine()
+    end = silent(engine)
+    idle = IdleCore(engine)
+
+    def lie_down() -> None:
+        if rest == "paused":
+            idle.core.is_scheduler_paused = lambda: True
+        else:
+            idle.core.model_executor.is_sleeping = True
+
+    with idle:
+        idle.call(lambda: leave(engine))
+        time.sleep(0.1)
+        idle.call(lie_down)
+        time.sleep(0.1)
+        before = idle.steps
+        time.sleep(0.5)
+        assert idle.steps == before
+        end.set()
+
+
+def test_an_engine_without_a_connector_waits_as_ever() -> None:
+    core: Any = EngineCoreProc.__new__(EngineCoreProc)
+    waits = mock.Mock(get=mock.Mock(side_effect=[("request",)]), empty=lambda: True)
+    vars(core).update(
+        scheduler=SimpleNamespace(
+            has_requests=lambda: False, get_kv_connector=lambda: None, connector=None
+        ),
+        input_queue=waits,
+        aborts_queue=SimpleNamespace(mutex=threading.Lock(), queue=[]),
+        process_input_queue_block=True,
+        engines_running=False,
+        batch_queue=None,
+        _idle_state_callbacks=[],
+        is_running=mock.Mock(side_effect=[True, False]),
+        _handle_client_request=lambda *_: None,
+    )
+    core._process_input_queue()
+    waits.get.assert_called_once_with(block=True)

@@ -1,0 +1,56 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An idle engine core looks now and then whether its connector can say what it still has to say.
+
+The core's loop blocks on its input queue while there is no work. It goes on doing so; where a
+connector asks for it (`WantsLooks`), the wait has an end, at which one step is taken right here,
+and the wait goes on. Nothing else sees a difference: outside that step the engine has no work, so
+what waits for it to be idle (a pause, sleep, a shutdown, a release of its memory) waits no longer,
+and an idle rank of several in data parallelism takes part in nothing, as in the steps that vLLM
+takes for requests that have finished.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from typing import TYPE_CHECKING, Any
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WantsLooks
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.core import EngineCoreProc
+
+
+def next_request(core: EngineCoreProc, block: bool) -> Any:  # noqa: ANN401 - the queue's item
+    """Return the next item of the core's input queue, with steps in between that are asked for.
+
+    Raises:
+        queue.Empty: there is none and `block` is false, or a step has left work to do.
+    """
+    while block and (look := _next_look(core)) is not None:
+        try:
+            return core.input_queue.get(timeout=max(0.0, look - time.monotonic()))
+        except queue.Empty:
+            _look(core)
+            if core.has_work():
+                raise
+    return core.input_queue.get(block=block)
+
+
+def _next_look(core: EngineCoreProc) -> float | None:
+    connector = core.scheduler.get_kv_connector()
+    if not isinstance(connector, WantsLooks):
+        return None
+    if core.is_scheduler_paused() or core.model_executor.is_sleeping:
+        return None  # its workers may be busy with other things than steps
+    return connector.next_look()
+
+
+def _look(core: EngineCoreProc) -> None:
+    connector: Any = core.scheduler.get_kv_connector()
+    connector.looks()
+    connector.looking = True
+    try:
+        core._process_engine_step()
+    finally:
+        connector.looking = False
