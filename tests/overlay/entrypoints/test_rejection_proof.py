@@ -385,9 +385,7 @@ def test_a_body_is_kept_until_admission_and_only_if_it_may_matter(
             request = body(COMPLETIONS, params, stream=True, prompt=marker)
             assert len(marker) < MAX_MODEL_LEN
             left = asyncio.Event()
-            visit = asyncio.create_task(
-                server.post(COMPLETIONS, request, leaves=left.wait())
-            )
+            visit = asyncio.create_task(server.post(COMPLETIONS, request, leaves=left.wait()))
             await server.core.asked.wait()
             assert bool(bodies()) == kept
             server.core.ready.set()
