@@ -327,11 +327,12 @@ class Server:
         path: str,
         body: dict[str, Any] | bytes,
         *,
+        method: str = "POST",
         headers: Sequence[tuple[str, str]] = (),
         leaves: Awaitable[object] | None = None,
         receiving: Callable[[bytes], None] = lambda _: None,
     ) -> Answer:
-        """Send one POST and wait until the server is done with it, whatever the client does.
+        """Send one request and wait until the server is done with it, whatever the client does.
 
         `leaves` is when the client drops the connection; `receiving` gets each piece of the
         answer's body as it arrives.
@@ -363,7 +364,7 @@ class Server:
             "type": "http",
             "asgi": {"version": "3.0"},
             "http_version": "1.1",
-            "method": "POST",
+            "method": method,
             "scheme": "http",
             "path": path,
             "raw_path": path.encode(),

@@ -47,11 +47,20 @@ def lying_p(params: Params, name: str) -> Params:
     return {**params, "remote_engine_id": f"another-{name}"}
 
 
-def leave(port: int, asked: dict[str, Any], delay: float) -> None:
-    """Ask for a completion and cut the connection after `delay` seconds, without a goodbye."""
-    content = json.dumps(asked).encode()
+def leave(port: int, asked: dict[str, Any], delay: float | None) -> None:
+    """Ask for a completion and cut the connection without a goodbye.
+
+    That is after `delay` seconds; None says: with the first token of a stream, when D surely has
+    the request.
+    """
+    content = json.dumps(asked if delay is not None else {**asked, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port)) as client:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
         client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
-        time.sleep(delay)
+        if delay is not None:
+            time.sleep(delay)
+        else:
+            heard = b""
+            while b"data: " not in heard and (more := client.recv(4096)):
+                heard += more
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -77,7 +77,8 @@ def send(pd: Deployment, plain: Plain, gone: Params, prompt: str, kind: str) -> 
         params = gone if kind == "failing handshake" else prefill(pd.p, prompt)
         asked = body(prompt, TOKENS, kv_transfer_params=params)
         if kind == "disconnected":
-            leave(pd.d.port, {**asked, "max_tokens": 400}, 0.02)
+            # One that left earlier might come back, so P would hold its blocks for it.
+            leave(pd.d.port, {**asked, "max_tokens": 400}, None)
             return kind
         if kind == "rejected":
             asked["max_tokens"] = CONTEXT + 1

@@ -1,4 +1,4 @@
-"""41269, K05, K04: whatever D refuses after P has prefilled it, P gets its blocks back at once.
+"""41269, K05, K04: what D refuses for good after P has prefilled it, P has back at once.
 
 The tests speak the protocol to P and D themselves: a router between them sends P a request of its
 own making, and hides most of what is refused here.
@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.pd.client import Params, body, leave, prefill
-from tests.pd.deployment import Deployment, Note, Plain
+from tests.pd.client import Params, body, leave, prefill, tokens_of
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 
 COMPLETIONS = "/v1/completions"
@@ -69,17 +69,14 @@ STREAMED = ("model", "body", "prompt", "logit_bias", "regex", "max_tokens", "tok
 def asked_at(endpoint: str, prompt: str, params: object, changes: Changes) -> dict[str, Any]:
     """A good request with some fields changed."""
     if endpoint == GENERATE:
-        good: dict[str, Any] = {
-            "model": "m",
-            "token_ids": [1, 2, 3],
-            "sampling_params": {"max_tokens": 4, "temperature": 0.0},
-            "kv_transfer_params": params,
-        }
-    else:
-        good = body(prompt, 4, kv_transfer_params=params)
-        if endpoint == CHAT:
-            del good["prompt"]
-            good["messages"] = [{"role": "user", "content": prompt}]
+        sampling = {"max_tokens": 4, "temperature": 0.0}
+        asked = {"model": "m", "token_ids": [1, 2, 3], "sampling_params": sampling, **changes}
+        extra = {"extra_args": {"kv_transfer_params": params}}
+        return {**asked, "sampling_params": {**asked["sampling_params"], **extra}}
+    good = body(prompt, 4, kv_transfer_params=params)
+    if endpoint == CHAT:
+        del good["prompt"]
+        good["messages"] = [{"role": "user", "content": prompt}]
     return {**good, **changes}
 
 
@@ -127,21 +124,22 @@ def test_a_rank_that_does_not_exist_frees_the_blocks_of_p(
     assert released is not None
 
 
-@pytest.mark.shows("K05")
-def test_clients_that_leave_free_the_blocks_of_p(
-    pd: Deployment, prompts: Iterator[str], note: Note
+def test_clients_that_leave_and_come_back(
+    pd: Deployment, prompts: Iterator[str], plain: Plain, note: Note
 ) -> None:
-    """At once, before anything of the answer, and in the middle of it."""
+    """At once, before anything of the answer, and in the middle of it; then the same again."""
     left = 0
     for stream in (False, True):
-        for delay in (0.0, 0.001, 0.003, 0.01, 0.03, 0.1):
+        for delay in (0.0, 0.001, 0.003, 0.01, 0.03, 0.1, None):
             prompt = next(prompts)
             params = prefill(pd.p, prompt)
             leave(pd.d.port, body(prompt, 400, kv_transfer_params=params, stream=stream), delay)
+            answer = pd.d.post(COMPLETIONS, body(prompt, TOKENS, kv_transfer_params=params))
+            assert answer.status_code == 200, answer.text
+            assert tokens_of(answer.json()) == [plain[prompt]], f"after {delay} s"
             left += 1
     released = pd.released()
     note(clients=left, released_s=released, kept=pd.p.blocks_held())
-    assert released is not None, "P keeps the blocks of clients that left"
     assert pd.p.healthy and pd.d.healthy
 
 

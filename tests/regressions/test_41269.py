@@ -22,7 +22,6 @@ TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
         (COMPLETIONS, {"prompt": TOO_LONG}),
         (CHAT, {"messages": [{"role": "user", "content": TOO_LONG}]}),
         (RESPONSES, {"input": TOO_LONG}),
-        (MESSAGES, {"messages": [{"role": "user", "content": TOO_LONG}]}),
         (COMPLETIONS, {"max_tokens": MAX_MODEL_LEN + 1}),  # the prompt itself was fine for P
         (CHAT, {"temperature": -1.0}),
         (COMPLETIONS, {"logit_bias": {"999999": 1.0}}),

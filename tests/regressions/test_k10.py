@@ -19,6 +19,7 @@ from vllm.v1.engine import EngineCoreRequest
 from tests.serving_app import REMOTE, Server, body, serving
 
 PATH = "/v1/completions"
+BATCH = "/v1/chat/completions/batch"
 PROMPTS = [[10, 11, 12, 13], [20, 21], [30, 31, 32]]
 JUNK = 99
 """What is in blocks that were given to somebody else."""
@@ -103,6 +104,32 @@ def test_same_tokens_as_a_plain_server(
         assert received == expected
         assert len(received) == n * prompts
         assert engine.asked == plain.asked
+
+    run(test())
+
+
+@pytest.mark.parametrize("conversations", [2, 3])
+def test_a_batch_of_conversations(conversations: int) -> None:
+    """The prefill server has one conversation's KV; the others' would be read from its blocks."""
+    said = [[{"role": "user", "content": text}] for text in ("one", "two", "three")]
+    request = body("/v1/chat/completions", messages=said[:conversations])
+
+    async def answers(server: Server, params: object) -> list[str]:
+        answer = await server.post(BATCH, {**request, "kv_transfer_params": params})
+        assert answer.status == 200, answer.body
+        return [choice["message"]["content"] for choice in json.loads(answer.body)["choices"]]
+
+    async def test() -> None:
+        async with serving(connector=None) as server:
+            Engine(server, [])
+            expected = await answers(server, None)
+            prefilled = server.core.requests[0].prompt_token_ids or []
+        async with serving() as server:
+            engine = Engine(server, prefilled)
+            received = await answers(server, REMOTE)
+        assert engine.heard == {REMOTE["remote_request_id"]: 1}
+        assert received == expected
+        assert len(received) == conversations
 
     run(test())
 

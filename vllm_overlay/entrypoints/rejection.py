@@ -1,19 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every way of turning a client's request down frees the KV blocks that wait for it elsewhere.
+"""A client's request that was turned down for good frees the KV blocks that wait for it elsewhere.
 
 `KVTransferRoute` is the route class of the endpoints that accept `kv_transfer_params`. It
 surrounds everything that belongs to a request (reading and validating its body, the handler, the
 whole of a streamed answer, the client going away) and so needs to know none of the reasons for a
-rejection. What it does know is whether the engine core was sent the request: see
-`vllm_overlay.v1.engine.admission`.
+rejection. Two facts decide. Was the engine core sent the request (see
+`vllm_overlay.v1.engine.admission`)? Then it answers for the blocks. Was the client told that only
+another request can succeed (see `vllm_overlay.entrypoints.verdict`)? Then, and only then, the
+prefill server hears of it. In every other case its own lease decides, as without this module.
 
-Only clients that passed authentication get here. Who is not let in cannot make this server send
-anything to anybody.
+Telling it makes this server connect to a host that the client names. vLLM lets clients without
+the API key reach /invocations, and up to 0.22 /inference/v1/generate; nothing is told for them
+where a key is configured.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
@@ -21,6 +26,8 @@ from fastapi.routing import APIRoute
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
+from vllm_overlay.engine.protocol import KVTransferNotifier
+from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.v1.engine.admission import open_exchange
 
 if TYPE_CHECKING:
@@ -29,43 +36,87 @@ if TYPE_CHECKING:
 
 logger = init_logger(f"vllm.{__name__}")
 
+_GENERATING = frozenset(
+    {
+        "/v1/completions",
+        "/v1/chat/completions",
+        "/v1/chat/completions/batch",
+        "/v1/responses",
+        "/v1/messages",
+        "/cohere/v2/chat",
+        "/inference/v1/generate",
+        "/invocations",
+    }
+)
+"""The endpoints that can read a prefill server's blocks. Their routers have others, which count
+tokens, fetch or cancel a response, abort a request: a refusal there refuses no such read."""
+
+_ID_LENGTH = 64
+"""Characters of a client's own id that are kept in ours."""
+
 
 class KVTransferRoute(APIRoute):
-    """A route whose requests either reach the engine core or free what waits for them."""
+    """A route whose requests reach the engine core or, refused for good, free what waits."""
+
+    @property
+    def generates(self) -> bool:
+        """Whether a prefill server's blocks may be read for requests to this endpoint."""
+        return self.path in _GENERATING
+
+    @staticmethod
+    def transfer_params(body: dict[str, Any]) -> object:
+        """Return what the handler would use of a body as its transfer parameters."""
+        return body.get("kv_transfer_params")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
-        # A server that only renders prompts has no engine.
-        engine: EngineClient | None = getattr(scope["app"].state, "engine_client", None)
-        if engine is None or engine.vllm_config.kv_transfer_config is None:
+        engine = _transferring_engine(scope)
+        if engine is None or not self.generates or scope["method"] not in self.methods:
             await super().handle(scope, receive, send)
             return
         body: list[bytes] = []
+        verdict = Verdict()
 
         async def receive_and_keep() -> Message:
             message = await receive()
-            if message["type"] == "http.request":
+            if message["type"] == "http.disconnect":
+                verdict.lose_client()
+            elif message["type"] == "http.request":
                 body.append(message.get("body", b""))
+                if not message.get("more_body") and not _may_name(b"".join(body)):
+                    body.clear()
             return message
 
-        answered = False
-
         async def send_and_note(message: Message) -> None:
-            nonlocal answered
-            answered = True
+            if not exchange.admitted:
+                verdict.note(message)
             await send(message)
 
-        async def reject() -> None:
-            await _reject(engine, Request(scope), b"".join(body))
-
-        with open_exchange() as exchange:
+        with open_exchange(on_admission=body.clear) as exchange:
             try:
                 await super().handle(scope, receive_and_keep, send_and_note)
             except Exception as error:
-                if answered or not await _answer_refusal(scope, receive, send, error):
+                if (
+                    verdict.begun
+                    or self._waiting(body) is None
+                    or not await _answer_refusal(scope, receive, send_and_note, error)
+                ):
                     raise
-            finally:
-                await exchange.end(reject)
+            if verdict.is_final and (params := self._waiting(body)) is not None:
+                request = Request(scope)
+                name = request.headers.get("X-Request-Id") or _parse(body).get("request_id")
+                await exchange.end(params, lambda: notify(engine, name, params, request))
+
+    def _waiting(self, body: list[bytes]) -> dict[str, Any] | None:
+        """The transfer parameters of a body, if blocks wait for it on a prefill server."""
+        return remote_prefill(self.transfer_params(_parse(body)))
+
+
+def _transferring_engine(scope: Scope) -> EngineClient | None:
+    """The engine, if it moves KV blocks; a server that only renders prompts has none at all."""
+    engine = getattr(scope["app"].state, "engine_client", None)
+    config = getattr(engine, "vllm_config", None)
+    return engine if getattr(config, "kv_transfer_config", None) is not None else None
 
 
 async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exception) -> bool:
@@ -77,7 +128,7 @@ async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exc
     request that never gets here. (Upstream registers the classes of refusals since.)
     """
     handler = scope["app"].exception_handlers.get(Exception)
-    if handler is None:
+    if not inspect.iscoroutinefunction(handler):
         return False
     response = await handler(Request(scope, receive), error)
     if response.status_code >= 500:  # that is to be seen in the log, as before
@@ -86,36 +137,21 @@ async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exc
     return True
 
 
-async def _reject(engine: EngineClient, request: Request, body: bytes) -> None:
-    parsed = _parse(body)
-    params = remote_prefill(_params_in(parsed))
-    if params is not None:
-        name = parsed.get("request_id")
-        await notify(
-            engine,
-            request.headers.get("X-Request-Id") or (name if isinstance(name, str) else None),
-            params,
-            data_parallel_rank(request),
-        )
+def _may_name(body: bytes) -> bool:
+    """Whether a body may hold `do_remote_prefill`: most do not, and need not be kept.
+
+    JSON can spell a key's letters as `\\u0064`, and be in UTF-16 or UTF-32, which have zeros.
+    """
+    return b"do_remote_prefill" in body or b"\\u" in body or b"\0" in body
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse(body: list[bytes]) -> dict[str, Any]:
     """The body as an object; empty if it is anything else. Rejected bodies may be."""
-    if b"do_remote_prefill" not in body:  # most bodies, and cheaper than parsing them again
-        return {}
     try:
-        parsed = json.loads(body)
+        parsed = json.loads(b"".join(body))
     except (ValueError, RecursionError):
         return {}
     return parsed if isinstance(parsed, dict) else {}
-
-
-def _params_in(body: dict[str, Any]) -> object:
-    """The transfer parameters in a body: where token-level requests have them, or at the top."""
-    sampling = body.get("sampling_params")
-    extra = sampling.get("extra_args") if isinstance(sampling, dict) else None
-    inner = extra.get("kv_transfer_params") if isinstance(extra, dict) else None
-    return inner or body.get("kv_transfer_params")
 
 
 def remote_prefill(params: object) -> dict[str, Any] | None:
@@ -123,7 +159,7 @@ def remote_prefill(params: object) -> dict[str, Any] | None:
     return params if isinstance(params, dict) and params.get("do_remote_prefill") else None
 
 
-def data_parallel_rank(request: Request | None) -> int | None:
+def _data_parallel_rank(request: Request | None) -> int | None:
     """The engine that the client's router asked for, from its header; None if it did not."""
     try:
         return int(request.headers["X-data-parallel-rank"]) if request is not None else None
@@ -131,15 +167,46 @@ def data_parallel_rank(request: Request | None) -> int | None:
         return None
 
 
+def _has_key(request: Request) -> bool:
+    """Whether a request shows the API key, where one is configured, asked for it or not."""
+    for middleware in request.app.user_middleware:
+        if hasattr(middleware.cls, "verify_token"):  # vLLM's own; its module has moved
+            guard = middleware.cls(request.app, *middleware.args, **middleware.kwargs)
+            return bool(guard.verify_token(request.headers))
+    return True
+
+
+def _readable(name: object) -> str:
+    """A client's id, fit for a log line, or one of our own."""
+    if not isinstance(name, str) or not name:
+        return random_uuid()
+    return re.sub(r"[^!-~]", "_", name[:_ID_LENGTH])
+
+
 async def notify(
-    engine: EngineClient, request_id: str | None, params: dict[str, Any], rank: int | None
+    engine: EngineClient, name: object, params: dict[str, Any], request: Request | None
 ) -> None:
-    """Tell the prefill server through the engine; a failure costs a log line, not the answer."""
-    request_id = request_id or random_uuid()
+    """Tell the prefill server through the engine; a failure costs a log line, not the answer.
+
+    An engine client that cannot tell anybody is not asked to, and one that another program wrote
+    need not know how.
+
+    Args:
+        engine: the engine client.
+        name: how the client calls the request, if it does; only for logs.
+        params: as the client sent them.
+        request: the client's HTTP request, if it made one. Without the API key, where there is
+            one, nothing is told.
+    """
+    tell = getattr(engine, "notify_kv_transfer_request_rejected", None)
+    base = KVTransferNotifier.notify_kv_transfer_request_rejected
+    if tell is None or getattr(tell, "__func__", None) is base:
+        return
+    if request is not None and not _has_key(request):
+        return
+    request_id = _readable(name)
     try:
-        await engine.notify_kv_transfer_request_rejected(
-            request_id, params, data_parallel_rank=rank
-        )
+        await tell(request_id, params, data_parallel_rank=_data_parallel_rank(request))
     except Exception:
         logger.warning(
             "Could not tell the prefill server about rejected request %s; "

@@ -3,9 +3,10 @@
 
 A prefill server keeps a request's KV blocks until somebody reads them or tells it that nobody
 will. The engine core does one or the other for every request that it was sent. For a request
-that never got there the API server must speak up, and it must not for one that did: so it has to
-know, and status codes, exceptions and disconnects do not say (a stream answers 200 before its
-request is even validated, and a client may leave a moment after its request was sent).
+that never got there the API server may have to speak up, and it must not for one that did: so it
+has to know, and what the client is answered does not say (a refusal of one prompt may follow when
+another has been sent). That nothing was recorded proves nothing either: an engine client may reach
+the engine core some other way. `vllm_overlay.entrypoints.verdict` has the other half.
 
 An `Exchange` is one request of a client, from its arrival to the end of its answer. `admit` sends
 an engine request and records that it was sent; the exchange is found through a context variable,
@@ -37,16 +38,17 @@ class Exchange:
 
     Attributes:
         admitted: the engine core was sent a request that carries them. Never unset.
-        closed: somebody else answers for them from now on; the engine must not use them.
+        released: names the blocks (the prefill server's engine, its request) that may be
+            somebody else's from now on; the engine must not read them. None while there are none.
     """
 
-    __slots__ = ("_background", "_sends", "admitted", "closed")
+    __slots__ = ("_on_admission", "_sends", "admitted", "released")
 
-    def __init__(self) -> None:
+    def __init__(self, on_admission: Callable[[], None] = lambda: None) -> None:
         self.admitted = False
-        self.closed = False
+        self.released: tuple[object, object] | None = None
         self._sends: set[asyncio.Task[None]] = set()
-        self._background: asyncio.Task[Any] | None = None
+        self._on_admission = on_admission
 
     async def send(self, sending: Coroutine[Any, Any, None]) -> None:
         """Await `sending` and record that it worked.
@@ -59,7 +61,7 @@ class Exchange:
         try:
             awaited = sending.send(None)
         except StopIteration:
-            self.admitted = True
+            self._admit()
             return
         task = asyncio.ensure_future(_go_on(sending, awaited))
         self._sends.add(task)
@@ -69,32 +71,31 @@ class Exchange:
     def _sent(self, task: asyncio.Task[None]) -> None:
         self._sends.discard(task)
         if not task.cancelled() and task.exception() is None:
-            self.admitted = True
+            self._admit()
 
-    def outlived_by(self, task: asyncio.Task[Any]) -> None:
-        """The answer is over before the request: `task` goes on working on it."""
-        self._background = task
+    def _admit(self) -> None:
+        self.admitted = True
+        self._on_admission()
 
-    async def end(self, reject: Callable[[], Awaitable[None]]) -> None:
-        """Close the exchange; await `reject` if the engine core was never sent its request.
+    async def end(self, params: dict[str, Any], reject: Callable[[], Awaitable[None]]) -> None:
+        """Release what `params` name; await `reject` if the engine core was never sent them.
 
         `reject` runs in a task of its own, so that it also happens when the caller is already
         being cancelled. It must not raise.
         """
-        if self.admitted:
-            return
-        task = _keep(self._end(reject))
-        if self._background is None:
-            await asyncio.shield(task)
+        if not self.admitted:
+            await asyncio.shield(_keep(self._end(params, reject)))
 
-    async def _end(self, reject: Callable[[], Awaitable[None]]) -> None:
-        if self._background is not None:
-            await asyncio.wait({self._background})
+    async def _end(self, params: dict[str, Any], reject: Callable[[], Awaitable[None]]) -> None:
         while self._sends:
             await asyncio.wait(self._sends)
-        self.closed = True
         if not self.admitted:
+            self.released = _blocks(params)
             await reject()
+
+
+def _blocks(params: dict[str, Any]) -> tuple[object, object]:
+    return params.get("remote_engine_id"), params.get("remote_request_id")
 
 
 @types.coroutine
@@ -112,9 +113,13 @@ def _keep(work: Awaitable[None]) -> asyncio.Task[None]:
 
 
 @contextlib.contextmanager
-def open_exchange() -> Iterator[Exchange]:
-    """Make what runs inside, and the tasks and generators made there, one exchange."""
-    exchange = Exchange()
+def open_exchange(on_admission: Callable[[], None] = lambda: None) -> Iterator[Exchange]:
+    """Make what runs inside, and the tasks and generators made there, one exchange.
+
+    `on_admission` is called when the engine core has been sent the request, once for each of
+    several that carry the transfer. It must not raise.
+    """
+    exchange = Exchange(on_admission)
     token = _exchange.set(exchange)
     try:
         yield exchange
@@ -127,12 +132,6 @@ def current_exchange() -> Exchange | None:
     return _exchange.get()
 
 
-def outlive_exchange(task: asyncio.Task[Any]) -> None:
-    """Say that `task` goes on working for the current exchange after its answer has ended."""
-    if (exchange := _exchange.get()) is not None:
-        exchange.outlived_by(task)
-
-
 async def admit(engine: AsyncLLM, request: EngineCoreRequest) -> None:
     """Send a request to the engine core and record it in the current exchange.
 
@@ -142,11 +141,14 @@ async def admit(engine: AsyncLLM, request: EngineCoreRequest) -> None:
         Exception: whatever sending raises; the request then counts as never sent.
     """
     exchange = _exchange.get()
-    if exchange is None or not _carries_params(request):
+    params = _transfer(request)
+    if exchange is None or params is None:
         await engine.engine_core.add_request_async(request)
         return
-    if exchange.closed:
-        _drop_params(request)
+    if exchange.released is not None:
+        # A task that was begun in an exchange may serve others long after it.
+        if exchange.released == _blocks(params):
+            _drop_params(request)
         await engine.engine_core.add_request_async(request)
         return
     try:
@@ -156,11 +158,13 @@ async def admit(engine: AsyncLLM, request: EngineCoreRequest) -> None:
         raise
 
 
-def _carries_params(request: EngineCoreRequest) -> bool:
-    """Whether the engine core learns from this request whose blocks to read, or to keep."""
+def _transfer(request: EngineCoreRequest) -> dict[str, Any] | None:
+    """What the engine core learns from this request of blocks to read, or to keep."""
     sampling = request.sampling_params
     params = sampling and sampling.extra_args and sampling.extra_args.get("kv_transfer_params")
-    return isinstance(params, dict) and not params.keys().isdisjoint(_ROLES)
+    if isinstance(params, dict) and not params.keys().isdisjoint(_ROLES):
+        return params
+    return None
 
 
 def _drop_params(request: EngineCoreRequest) -> None:

@@ -2,11 +2,11 @@
 """One prefill request, one reader: transfer parameters when a request becomes several.
 
 A client's request may become several engine requests: `n` samples of a prompt, several prompts
-in one completion, further turns after a tool call. All carry the client's `kv_transfer_params`,
-which name the blocks of *one* request on the prefill server. That server frees them when the
-first reader is done, so a second one reads whatever has been put there since, or another
-prompt's KV in the first place. Therefore only the first of them keeps the parameters; the others
-compute their prompt, or find it in the prefix cache.
+in one completion, a batch of conversations, further turns after a tool call. All carry the
+client's `kv_transfer_params`, which name the blocks of *one* request on the prefill server. That
+server frees them when the first reader is done, so a second one reads whatever has been put there
+since, or another prompt's KV in the first place. Therefore only the first of them keeps the
+parameters; the others compute their prompt, or find it in the prefix cache.
 
 The same holds on the prefill server, where each of them would hold its blocks for a reader, and
 the answer names those of one: the first prompt's first sample. See `RemembersTransfer`.
@@ -48,8 +48,12 @@ def transfer_done(params: Params) -> Params:
     return transfer_once(params, 1)
 
 
+_OF_TRANSFER = frozenset({"tp_size", "dcp_size", "pp_size", "transfer_mode"})
+"""What a NIXL scheduler's `request_finished` hands out beside names that begin with remote_."""
+
+
 def _of_transfer(name: str) -> bool:
-    return name.startswith(("do_remote_", "remote_")) or name == "tp_size"
+    return name.startswith(("do_remote_", "remote_")) or name in _OF_TRANSFER
 
 
 class RemembersTransfer:

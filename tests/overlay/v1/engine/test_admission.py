@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,10 @@ from vllm_overlay.v1.engine.admission import (
     admit,
     current_exchange,
     open_exchange,
-    outlive_exchange,
 )
 
-CARRIED = {"kv_transfer_params": {"do_remote_prefill": True}}
+PARAMS = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_request_id": "r"}
+CARRIED = {"kv_transfer_params": PARAMS}
 
 
 class Engine:
@@ -51,7 +52,7 @@ async def ended(exchange: Exchange) -> int:
     async def reject() -> None:
         calls.append(1)
 
-    await exchange.end(reject)
+    await exchange.end(PARAMS, reject)
     return len(calls)
 
 
@@ -135,7 +136,7 @@ def test_a_send_that_waits_ends_whoever_is_cancelled(works: bool, cancels: int) 
             assert not exchange.admitted
             end = asyncio.create_task(ended(exchange))
             await settle()
-            assert not end.done() and not exchange.closed  # it is not known yet
+            assert not end.done() and exchange.released is None  # it is not known yet
             go_on.set()
             assert await end == (not works)
             await settle()
@@ -191,7 +192,7 @@ def test_an_end_that_is_cancelled_still_rejects() -> None:
             rejected.set()
 
         with open_exchange() as exchange:
-            end = asyncio.create_task(exchange.end(reject))
+            end = asyncio.create_task(exchange.end(PARAMS, reject))
             await settle()
             end.cancel()
             with pytest.raises(asyncio.CancelledError):
@@ -202,31 +203,39 @@ def test_an_end_that_is_cancelled_still_rejects() -> None:
     asyncio.run(test())
 
 
-@pytest.mark.parametrize("works", [True, False])
-def test_a_task_that_outlives_its_exchange(works: bool) -> None:
+def test_what_others_send_after_the_end_reads() -> None:
+    """An engine client may have made its one task in the first exchange that there was."""
+
     async def test() -> None:
-        go_on = asyncio.Event()
         engine: Any = Engine()
-        rejected = []
-
-        async def later() -> None:
-            await go_on.wait()
-            if works:
-                await admit(engine, request_with(CARRIED))
-
-        async def reject() -> None:
-            rejected.append(1)
-
+        other = {**PARAMS, "remote_request_id": "another"}
+        request = request_with({"kv_transfer_params": other})
         with open_exchange() as exchange:
-            task = asyncio.create_task(later())
-            outlive_exchange(task)
-            await exchange.end(reject)  # does not wait for the task
-        assert not rejected
-        go_on.set()
-        await task
-        await settle()
-        assert len(rejected) == (not works)
-        assert exchange.admitted == works
+            assert await ended(exchange) == 1
+            await admit(engine, request)
+            assert request.sampling_params.extra_args == {"kv_transfer_params": other}
+            assert engine.sent == [request]
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("wait", [True, False])
+@pytest.mark.parametrize("works", [True, False])
+def test_admission_is_heard_of(works: bool, wait: bool) -> None:
+    async def test() -> None:
+        async def sending() -> None:
+            if wait:
+                await asyncio.sleep(0)
+            if not works:
+                raise OSError
+
+        heard: list[int] = []
+        engine: Any = Engine(sending)
+        with open_exchange(on_admission=lambda: heard.append(1)):
+            with contextlib.suppress(OSError):
+                await admit(engine, request_with(CARRIED))
+            await settle()
+        assert len(heard) == works
 
     asyncio.run(test())
 

@@ -19,9 +19,20 @@ def sampling(transfer: object, **extra: Any) -> SamplingParams:  # noqa: ANN401 
     return SamplingParams(seed=3, extra_args={"kv_transfer_params": transfer, **extra})
 
 
+MORE: dict[str, Any] = {
+    "dcp_size": 1,
+    "pp_size": 1,
+    "remote_blocks_expiry_time": 1.0,
+    "remote_num_tokens": 48,
+    "remote_registration_generation": 1,
+    "transfer_mode": "pull",
+}
+"""What later prefill servers hand out besides."""
+
+
 @pytest.mark.parametrize("flag", ["do_remote_prefill", "do_remote_decode"])
 def test_only_the_first_transfers(flag: str) -> None:
-    params = sampling({**REMOTE, "do_remote_prefill": False, flag: True}, mine=1)
+    params = sampling({**REMOTE, **MORE, "do_remote_prefill": False, flag: True}, mine=1)
     before = deepcopy(params)
     assert transfer_once(params, 0) is params
     for index in (1, 7):

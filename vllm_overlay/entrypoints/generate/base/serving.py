@@ -79,9 +79,9 @@ class ChecksTransferParams(BaseServing):
 
 
 def _transfer_params(request: AnyRequest | AnyPoolingRequest) -> object:
-    """A request's transfer parameters; many kinds of requests have no such field."""
+    """What the handler will use; many kinds of requests have no such field."""
+    params = getattr(request, "kv_transfer_params", None)
     sampling: SamplingParams | None = getattr(request, "sampling_params", None)
-    extra = (sampling.extra_args if sampling is not None else None) or {}
-    if "kv_transfer_params" in extra:
-        return extra["kv_transfer_params"]
-    return getattr(request, "kv_transfer_params", None)
+    if params is None and sampling is not None:
+        return (sampling.extra_args or {}).get("kv_transfer_params")
+    return params

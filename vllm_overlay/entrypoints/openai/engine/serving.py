@@ -13,7 +13,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,
 )
-from vllm_overlay.entrypoints.rejection import data_parallel_rank, notify, remote_prefill
+from vllm_overlay.entrypoints.rejection import notify, remote_prefill
+from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class KVTransferRejection:
     """A base for `OpenAIServing`."""
 
     engine_client: EngineClient
+    create_error_response: Callable[..., ErrorResponse]
 
     @functools.cached_property
     def has_kv_connector(self) -> bool:
@@ -44,7 +46,7 @@ class KVTransferRejection:
         request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
         raw_request: Request | None,
     ) -> T:
-        """Await a handler; free the prefill server's blocks if it raises or returns an error.
+        """Await a handler; free the prefill server's blocks if it refuses its request for good.
 
         Where a route watches over the whole request (`KVTransferRoute`) that decides, later and
         with better knowledge; this serves callers that use a handler without HTTP.
@@ -52,20 +54,21 @@ class KVTransferRejection:
         params = remote_prefill(request.kv_transfer_params)
         if params is None or not self.has_kv_connector or current_exchange() is not None:
             return await awaitable
-
-        async def reject() -> None:
-            await notify(
-                self.engine_client, request.request_id, params, data_parallel_rank(raw_request)
-            )
-
+        status = 200
         with open_exchange() as exchange:
-            rejected = True
             try:
                 result = await awaitable
-                rejected = isinstance(result, ErrorResponse)
+                if isinstance(result, ErrorResponse):
+                    status = result.error.code
+            except Exception as error:
+                status = self.create_error_response(error).error.code
+                raise
             finally:
-                if rejected:
-                    await exchange.end(reject)
+                if is_final(status):
+                    await exchange.end(
+                        params,
+                        lambda: notify(self.engine_client, request.request_id, params, raw_request),
+                    )
         return result
 
 
@@ -117,9 +120,11 @@ def checks_kv_transfer_params(
 
 
 def _transfer_params(request: AnyRequest) -> object:
-    """A request's transfer parameters; many kinds of requests have no such field."""
+    """What the handler will use; many kinds of requests have no such field.
+
+    A token-level request has the field as well, and its handler ignores it.
+    """
     sampling: SamplingParams | None = getattr(request, "sampling_params", None)
-    extra = (sampling.extra_args if sampling is not None else None) or {}
-    if "kv_transfer_params" in extra:
-        return extra["kv_transfer_params"]
+    if sampling is not None:
+        return (sampling.extra_args or {}).get("kv_transfer_params")
     return getattr(request, "kv_transfer_params", None)

@@ -6,12 +6,14 @@ that. If the handshake then fails, at this rank or at a later one, what was ente
 against the peer when it comes back under its id, restarted with other settings: the tables keep what
 they were told first.
 
-Everything runs on the handshake thread, which also enters.
+What a thread has not entered it does not undo: only vLLM's handshake thread enters, and with K12
+another one talks to peers as well.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -50,9 +52,10 @@ def load_agent(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> str:
 
 
 def _loaded(worker: NixlConnectorWorker) -> dict[str, list[str]]:
-    """NIXL agents of engines that handshakes are under way with."""
+    """NIXL agents, by engine, that this thread has entered in handshakes that are under way."""
     # Made on demand: a test may make a worker without its constructor.
-    agents: dict[str, list[str]] = vars(worker).setdefault("_agents_in_handshake", {})
+    here = vars(worker).setdefault("_agents_in_handshake", threading.local())
+    agents: dict[str, list[str]] = vars(here).setdefault("agents", {})
     return agents
 
 
@@ -93,7 +96,8 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
                 self, host, port, remote_tp_size, expected_engine_id, *sizes, **named
             )
         except Exception:
-            forget(self, expected_engine_id)
+            if expected_engine_id in _loaded(self):
+                forget(self, expected_engine_id)
             raise
         _loaded(self).pop(expected_engine_id, None)
         return result

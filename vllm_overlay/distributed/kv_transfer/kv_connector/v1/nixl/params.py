@@ -9,6 +9,8 @@ talk to is enough to tell the prefill server that it may free its blocks.
 
 from __future__ import annotations
 
+import re
+from array import array
 from typing import Any, NamedTuple
 
 MAX_TP_SIZE = 1024
@@ -23,6 +25,9 @@ MAX_DEPTH = 16
 
 MAX_SHOWN = 200
 """Characters that are shown of what a client chose."""
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+"""A field's name that may be repeated in an answer and in the log."""
 
 MAX_ID_LENGTH = 4096
 """Characters in an id; a prefill server's request id may hold one that its client chose."""
@@ -69,31 +74,58 @@ def find_unsendable(params: object) -> Problem | None:
 
     A request that turns out to be unsendable when it is sent stays on the API server's books for
     ever. The wire carries 64-bit integers and whole characters; depth costs its encoder stack.
+
+    This runs in the server's event loop, and a client may send a prompt's token ids along: a level
+    of nesting is looked at as a whole, not value by value.
     """
     fields = params.items() if isinstance(params, dict) else [("", params)]
     for field, top in fields:
-        level: list[object] = [field, top]
+        level: list[Any] = [field, top]
         for _ in range(MAX_DEPTH):
-            if reason := next(filter(None, map(_unsendable, level)), None):
-                return Problem(field if field.isascii() else "", reason)
-            level = [inner for value in level for inner in _inside(value)]
-        if level:
-            return Problem(field, f"must not be nested deeper than {MAX_DEPTH} levels")
+            kinds = set(map(type, level))
+            if reason := _unsendable(level, kinds):
+                return Problem(_shown(field), reason)
+            if not (level := _inside(level, kinds)):
+                break
+        else:
+            return Problem(_shown(field), f"must not be nested deeper than {MAX_DEPTH} levels")
     return None
 
 
-def _unsendable(value: object) -> str | None:
-    if isinstance(value, int) and not -(2**63) <= value < 2**64:
-        return "must not hold integers of more than 64 bits"
-    if isinstance(value, str) and not _is_unicode(value):
+def _shown(field: object) -> str:
+    """A field's name, if it can stand in a message: a client may choose any."""
+    return field if isinstance(field, str) and _NAME.fullmatch(field) else ""
+
+
+def _unsendable(values: list[Any], kinds: set[type]) -> str | None:
+    integers = _of(int, values, kinds)
+    try:
+        array("q", integers)  # most integers fit, and this is the fastest look at many
+    except OverflowError:
+        if min(integers) < -(2**63) or max(integers) >= 2**64:
+            return "must not hold integers of more than 64 bits"
+    # Joining makes no whole character of two halves.
+    if not _is_unicode("".join(_of(str, values, kinds))):
         return "is not valid Unicode"
     return None
 
 
-def _inside(value: object) -> list[object]:
-    if isinstance(value, dict):
-        return [*value.keys(), *value.values()]
-    return list(value) if isinstance(value, list | tuple) else []
+def _inside(values: list[Any], kinds: set[type]) -> list[Any]:
+    """What the containers among `values` hold."""
+    inner: list[Any] = []
+    for container in _of((dict, list, tuple), values, kinds):
+        inner.extend(container)  # of an object, the keys
+        if isinstance(container, dict):
+            inner.extend(container.values())
+    return inner
+
+
+def _of(kind: type | tuple[type, ...], values: list[Any], kinds: set[type]) -> list[Any]:
+    """Those of `values`, which are of `kinds`, that are of a kind."""
+    chosen = {each for each in kinds if issubclass(each, kind)}
+    if len(chosen) == len(kinds):
+        return values
+    return [value for value in values if type(value) in chosen] if chosen else []
 
 
 def asks_for_blocks(params: dict[str, Any]) -> bool:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.lying_params import GOOD
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
@@ -114,6 +117,50 @@ def test_what_the_wire_does_not_carry(params: object, field: str) -> None:
 @pytest.mark.parametrize("params", [None, {}, GOOD, "é", [2**64 - 1], {"a": {"b": -(2**63)}}])
 def test_what_the_wire_carries(params: object) -> None:
     assert find_unsendable(params) is None
+
+
+INTEGERS = st.one_of(
+    st.integers(),
+    st.sampled_from([-(2**63), -(2**63) - 1, 2**63 - 1, 2**63, 2**64 - 1, 2**64]),
+)
+TEXT = st.text(st.characters(categories=("L", "Cs")), max_size=2)  # with halves of characters
+LEAVES = st.one_of(st.none(), st.booleans(), INTEGERS, st.floats(allow_nan=False), TEXT)
+
+
+@given(
+    st.recursive(
+        LEAVES,
+        lambda inner: st.one_of(
+            st.lists(inner, max_size=4),
+            st.lists(inner, max_size=4).map(tuple),
+            st.dictionaries(TEXT, inner, max_size=3),
+        ),
+        max_leaves=12,
+    )
+)
+def test_it_says_what_the_wire_s_encoder_says(params: object) -> None:
+    try:
+        MsgpackEncoder().encode(params)
+    except (OverflowError, UnicodeEncodeError):
+        assert find_unsendable(params) is not None
+    else:
+        assert find_unsendable(params) is None
+
+
+@pytest.mark.parametrize("where", [0, 70_000, 131_071])
+@pytest.mark.parametrize("bad", [2**64, "\ud800", {"\udfff": 1}, [[2**70]]])
+def test_one_bad_value_among_many_token_ids(bad: object, where: int) -> None:
+    ids: list[object] = list(range(131_072))
+    assert find_unsendable({**GOOD, "prompt_token_ids": ids}) is None
+    ids[where] = bad
+    problem = find_unsendable({**GOOD, "prompt_token_ids": ids})
+    assert problem is not None and problem.field == "prompt_token_ids"
+
+
+@pytest.mark.parametrize("name", ["x" * 65, "a\nb", "\x1b[31m", "é", "", "a b"])
+def test_a_name_that_cannot_stand_in_a_message(name: str) -> None:
+    problem = find_unsendable({name: 2**70})
+    assert problem is not None and problem.field == ""
 
 
 @pytest.mark.parametrize(("groups", "wrong"), [(None, False), (2, False), (1, True), (3, True)])
