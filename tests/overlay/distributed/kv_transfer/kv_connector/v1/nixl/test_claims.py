@@ -64,7 +64,7 @@ def test_the_first_keeps_them() -> None:
     claims = Claims(480)
     assert claims.claim(SOURCE, "a") is Claim.GRANTED
     assert claims.claim(SOURCE, "b") is Claim.TAKEN
-    assert claims.claim(SOURCE, "a") is Claim.GRANTED
+    assert claims.claim(SOURCE, "a") is Claim.HELD
     assert claims.claim(Source("P", "other"), "b") is Claim.GRANTED
     assert claims.claim(Source("Pat-p", ""), "b") is Claim.GRANTED  # not the same two ids
     assert len(claims) == 3
@@ -123,6 +123,18 @@ def test_who_comes_second_is_offered_nothing() -> None:
     third = request("c", dict(OFFER))
     claim_offered(door, third)
     assert third.kv_transfer_params is None
+
+
+@pytest.mark.parametrize("open_session", [True, False])
+def test_the_same_id_again(open_session: bool) -> None:
+    """Further input to a session, or, with the ids of clients as they are, a request sent again."""
+    door = scheduler(Nixl())
+    first, second = request("a", dict(OFFER)), request("a", dict(OFFER))
+    claim_offered(door, first)
+    if open_session:
+        door.requests["a"] = first
+    claim_offered(door, second)
+    assert second.kv_transfer_params == (OFFER if open_session else None)
 
 
 def test_a_prefill_stays_one() -> None:
@@ -194,9 +206,7 @@ def test_one_of_several_connectors_has_claims() -> None:
     assert len(nixl.claims) == 1
 
 
-def test_the_longest_lease_counts(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float]
-) -> None:
+def test_the_longest_lease_counts(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_NIXL_ABORT_REQUEST_TIMEOUT=7))
     for fields, lease in (
         ({}, 7),

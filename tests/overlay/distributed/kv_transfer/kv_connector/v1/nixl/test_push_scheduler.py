@@ -1,4 +1,4 @@
-"""Parameters that lie, where prefill servers push: they end no engine, and are asked for nothing."""
+"""Parameters that lie, where prefill servers push: they end no engine."""
 
 from __future__ import annotations
 
