@@ -155,7 +155,8 @@ def test_a_release_and_a_reader_exclude_each_other() -> None:
         if reads_first:
             claim_offered(door, reader)
         assert may_release(door, SOURCE, "s") is not reads_first
-        claim_offered(door, reader)
+        if not reads_first:
+            claim_offered(door, reader)
         assert (reader.kv_transfer_params == OFFER) is reads_first
         stand_in = request("s", dict(OFFER), abort=True)
         claim_offered(door, stand_in)
