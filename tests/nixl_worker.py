@@ -546,10 +546,11 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
         for name in (shared.layers if PACKED else shared.shared_by)
     }
     caches: dict[str, Any] = {}
-    small = kernel_block_size, min(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
+    smallest = min(group.kv_cache_spec.block_size for group in config.kv_cache_groups)
+    in_smallest = kernel_block_size
     for group in config.kv_cache_groups:
         spec = group.kv_cache_spec
-        kernel_block_size = small[0] * (spec.block_size // small[1])
+        kernel_block_size = in_smallest * (spec.block_size // smallest)
         for name in group.layer_names:
             raw = storage[name]
             if isinstance(spec, MambaSpec):

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from vllm.logger import init_logger
@@ -35,7 +35,7 @@ class KVTransferNotifier:
         _say_once(type(self))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _say_once(client: type[KVTransferNotifier]) -> None:
     logger.warning(
         "%s cannot tell a prefill server about rejected requests; "

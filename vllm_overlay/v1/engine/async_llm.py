@@ -64,9 +64,7 @@ def claims_first(
     return wrapper
 
 
-async def _release(
-    engine: AsyncLLM, name: str, params: dict[str, Any], rank: int | None
-) -> None:
+async def _release(engine: AsyncLLM, name: str, params: dict[str, Any], rank: int | None) -> None:
     """Send an engine core a stand-in for the rejected request, to be aborted at once.
 
     The engine core that gets it uses it only if no other request of its own uses the same blocks

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.serving_app import REMOTE
+from tests.serving_app import REMOTE, body, serving
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
 
@@ -41,9 +41,7 @@ class Cores:
         self.sent.append(request)
 
 
-def config(
-    connector: str = "NixlConnector", module: str | None = None, **extra: object
-) -> Any:  # noqa: ANN401
+def config(connector: str = "NixlConnector", module: str | None = None, **extra: object) -> Any:  # noqa: ANN401
     return SimpleNamespace(
         kv_connector=connector, kv_connector_module_path=module, kv_connector_extra_config=extra
     )
@@ -65,10 +63,10 @@ class Engine:
             ),
         )
 
-    def reject(self, name: str = "r", params: dict[str, Any] = REMOTE, rank: int | None = None) -> Cores:
-        asyncio.run(
-            self.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank)
-        )
+    def reject(
+        self, name: str = "r", params: dict[str, Any] = REMOTE, rank: int | None = None
+    ) -> Cores:
+        asyncio.run(self.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank))
         return self.engine_core
 
 
@@ -153,6 +151,22 @@ def test_which_connectors_take_a_stand_in(kv: Any, takes: bool) -> None:  # noqa
         assert len(core.sent) == 1
     else:  # as stock
         assert len(core.sent) == STOCK_TELLS
+
+
+@pytest.mark.parametrize(
+    "connector", ["MooncakeConnector", "LMCacheConnectorV1", "MoRIIOConnector"]
+)
+def test_one_404_with_another_connector(connector: str) -> None:
+    """Up to 0.20.2 stock's engine core hears nothing of it; Mooncake's would end."""
+
+    async def test() -> None:
+        async with serving(connector=connector) as server:
+            path = "/v1/completions"
+            assert (await server.post(path, body(path, model="no-such-model"))).status == 404
+            assert server.core.admitted == []
+            assert server.core.told == ([REMOTE] if STOCK_TELLS else [])
+
+    asyncio.run(test())
 
 
 def test_a_client_without_the_method_says_so_once(caplog: pytest.LogCaptureFixture) -> None:

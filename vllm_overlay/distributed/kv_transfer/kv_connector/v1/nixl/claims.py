@@ -32,9 +32,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import (
-        NixlConnectorScheduler,
-    )
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -67,7 +64,8 @@ def source_of(params: object) -> Source | None:
 class Claim(Enum):
     """The answer to a request that wants to use blocks."""
 
-    GRANTED = "they are this request's"
+    GRANTED = "they are this request's, from now on"
+    HELD = "they are this request's, and were before"
     TAKEN = "they were another request's"
     UNRECORDED = "nobody knows; there is no room to remember this one"
 
@@ -92,11 +90,11 @@ class Claims:
         return len(self._claims)
 
     def claim(self, source: Source, claimant: str) -> Claim:
-        """Ask for the blocks of `source`; a claimant that has them may ask again."""
+        """Ask for the blocks of `source`."""
         key, name, now = _digest(*source), _digest(claimant), time.monotonic()
         known = self._claims.get(key)
         if known is not None:
-            return Claim.GRANTED if known[0] == name else Claim.TAKEN
+            return Claim.HELD if known[0] == name else Claim.TAKEN
         if len(self._claims) >= self._capacity:
             self.complete = False
             oldest = next(iter(self._claims))
@@ -117,7 +115,7 @@ def _digest(*ids: str) -> bytes:
 class ClaimsBlocks:
     """A base for NIXL's connector for pulling: it takes stand-ins, and has the claims."""
 
-    connector_scheduler: NixlConnectorScheduler | None
+    connector_scheduler: Any  # the class has another name from 0.24.0 on
 
     @functools.cached_property
     def claims(self) -> Claims:
@@ -147,7 +145,12 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
     if getattr(request, "abort_immediately", False):  # it is there only to give the blocks up
         usable = may_release(scheduler, source, request.request_id)
     else:
-        usable = connector.claims.claim(source, request.request_id) is not Claim.TAKEN
+        claim = connector.claims.claim(source, request.request_id)
+        usable = claim is not Claim.TAKEN and (
+            # Further input to an open session comes under its id. So does a request that is sent
+            # again, where the ids of clients are used as they are.
+            claim is not Claim.HELD or request.request_id in scheduler.requests
+        )
     if not usable:
         request.kv_transfer_params = _without_offer(request.kv_transfer_params)
         logger.warning(
@@ -160,13 +163,15 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
 
 
 def may_release(scheduler: Scheduler, source: Source, claimant: str) -> bool:
-    """Whether `claimant` may give up the blocks of `source`: it has the claim, nobody else uses them.
+    """Whether `claimant` may give up the blocks of `source`: nobody else uses or used them.
 
     From then on nobody on this engine core will. False where the connector is not known to have
     claims, or to know what to do with a request that only gives blocks up.
     """
     connector = claiming_connector(scheduler.connector)
-    if connector is None or connector.claims.claim(source, claimant) is not Claim.GRANTED:
+    if connector is None:
+        return False
+    if connector.claims.claim(source, claimant) not in (Claim.GRANTED, Claim.HELD):
         return False
     # Where a claim may be missing, whoever still waits or reads is asked himself.
     return connector.claims.complete or not any(

@@ -22,6 +22,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
     find_problem,
+    printable,
 )
 
 if TYPE_CHECKING:
@@ -55,13 +56,33 @@ def find_pull_problem(params: object, *, groups: int | None = None) -> Problem |
         return problem
     if not isinstance(params, dict) or not asks_for_blocks(params):
         return None
+    if (problem := _numbers_problem(params)) is not None:
+        return problem
+    expiry = params.get("remote_blocks_expiry_time")
+    if expiry is not None and type(expiry) not in (int, float):
+        return Problem("remote_blocks_expiry_time", "must be a number of seconds")
+    return None
+
+
+def find_push_problem(params: object) -> Problem | None:
+    """Say what keeps a prefill server from being asked to push, if these parameters want that.
+
+    It knows its own blocks; they need not be named.
+    """
+    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
+        return find_problem(params)
+    if (problem := find_problem({**params, "remote_block_ids": [[]]})) is not None:
+        return problem
+    if "tp_size" not in params:  # other than for pulling, upstream has no default here
+        return Problem("tp_size", "is missing")
+    return _numbers_problem(params)
+
+
+def _numbers_problem(params: dict[str, Any]) -> Problem | None:
     for field, (low, high) in _NUMBERS.items():
         value = params.get(field, low)
         if type(value) is not int or not low <= value <= high:
             return Problem(field, f"must be an integer from {low} to {high}")
-    expiry = params.get("remote_blocks_expiry_time")
-    if expiry is not None and type(expiry) not in (int, float):
-        return Problem("remote_blocks_expiry_time", "must be a number of seconds")
     return None
 
 
@@ -97,15 +118,13 @@ def _checked(method: _Method) -> _Method:
         params = request.kv_transfer_params
         if params is None or type(params) is shared.CheckedParams:
             return method(self, request, *args, **kwargs)
-        # What a prefill server pushes is found otherwise; it needs no blocks in the parameters.
-        if self._TRANSFER_MODE == "pull" and "kv_cache_config" in vars(self):
-            request.kv_transfer_params = _check(
-                cast("NixlPullConnectorScheduler", self), request, params
-            )
+        if "kv_cache_config" not in vars(self):  # made by a test of vLLM's; see shared._check
+            checked = shared.CheckedParams(params if isinstance(params, dict) else {})
+        elif self._TRANSFER_MODE == "pull":
+            checked = _check(cast("NixlPullConnectorScheduler", self), request, params)
         else:
-            request.kv_transfer_params = shared.CheckedParams(
-                params if isinstance(params, dict) else {}
-            )
+            checked = _check_push(request, params)
+        request.kv_transfer_params = checked
         return method(self, request, *args, **kwargs)
 
     return cast("_Method", wrapper)
@@ -124,6 +143,21 @@ def _check(
     )
     if problem is not None:
         shared.give_up(scheduler, request, checked, groups, problem)
+    return checked
+
+
+def _check_push(request: Request, params: object) -> shared.CheckedParams:
+    checked = shared.CheckedParams(params if isinstance(params, dict) else {})
+    if (problem := find_push_problem(params)) is not None:
+        if checked.get("do_remote_decode") is True:  # it goes on prefilling for somebody
+            checked["do_remote_prefill"] = False
+        else:
+            checked.use = shared.Use.IGNORE
+        logger.warning(
+            "Request %s cannot have its KV blocks pushed: %s. Its prompt is computed here.",
+            printable(request.request_id),
+            problem,
+        )
     return checked
 
 

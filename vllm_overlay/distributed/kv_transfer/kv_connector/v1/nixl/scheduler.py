@@ -88,8 +88,7 @@ def give_up(
     """Make of a request's bad parameters what can be made of them, and say so."""
     told = _disarm(scheduler, params, groups)
     logger.warning(
-        "Request %s cannot use the KV blocks it was given: %s. "
-        "Its prompt is computed here; %s.",
+        "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; %s.",
         printable(request.request_id),
         problem,
         "their owner is told to free them"

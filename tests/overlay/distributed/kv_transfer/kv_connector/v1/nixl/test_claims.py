@@ -64,7 +64,7 @@ def test_the_first_keeps_them() -> None:
     claims = Claims(480)
     assert claims.claim(SOURCE, "a") is Claim.GRANTED
     assert claims.claim(SOURCE, "b") is Claim.TAKEN
-    assert claims.claim(SOURCE, "a") is Claim.GRANTED
+    assert claims.claim(SOURCE, "a") is Claim.HELD
     assert claims.claim(Source("P", "other"), "b") is Claim.GRANTED
     assert claims.claim(Source("Pat-p", ""), "b") is Claim.GRANTED  # not the same two ids
     assert len(claims) == 3
@@ -125,6 +125,18 @@ def test_who_comes_second_is_offered_nothing() -> None:
     assert third.kv_transfer_params is None
 
 
+@pytest.mark.parametrize("open_session", [True, False])
+def test_the_same_id_again(open_session: bool) -> None:
+    """Further input to a session, or, with the ids of clients as they are, a request sent again."""
+    door = scheduler(Nixl())
+    first, second = request("a", dict(OFFER)), request("a", dict(OFFER))
+    claim_offered(door, first)
+    if open_session:
+        door.requests["a"] = first
+    claim_offered(door, second)
+    assert second.kv_transfer_params == (OFFER if open_session else None)
+
+
 def test_a_prefill_stays_one() -> None:
     """It was offered blocks from an earlier turn; without them it prefills all."""
     door, offer = scheduler(Nixl()), {**OFFER, "do_remote_prefill": False, "do_remote_decode": True}
@@ -143,7 +155,8 @@ def test_a_release_and_a_reader_exclude_each_other() -> None:
         if reads_first:
             claim_offered(door, reader)
         assert may_release(door, SOURCE, "s") is not reads_first
-        claim_offered(door, reader)
+        if not reads_first:
+            claim_offered(door, reader)
         assert (reader.kv_transfer_params == OFFER) is reads_first
         stand_in = request("s", dict(OFFER), abort=True)
         claim_offered(door, stand_in)
@@ -194,9 +207,7 @@ def test_one_of_several_connectors_has_claims() -> None:
     assert len(nixl.claims) == 1
 
 
-def test_the_longest_lease_counts(
-    monkeypatch: pytest.MonkeyPatch, clock: list[float]
-) -> None:
+def test_the_longest_lease_counts(monkeypatch: pytest.MonkeyPatch, clock: list[float]) -> None:
     monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_NIXL_ABORT_REQUEST_TIMEOUT=7))
     for fields, lease in (
         ({}, 7),

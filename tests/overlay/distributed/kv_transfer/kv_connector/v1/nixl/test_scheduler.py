@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.idle_engine import IdleEngine
 from tests.lying_params import GOOD, lying_params
-from tests.nixl_worker import GroupKind, connect, nixl_of
+from tests.nixl_worker import PACKED, GroupKind, connect, nixl_of
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     peer_problem,
@@ -150,6 +150,8 @@ def test_a_sliding_window_hands_out_its_window() -> None:
 @pytest.mark.parametrize(("theirs", "reads"), [(3, 1), (2, 0)])
 def test_each_group_counts_in_blocks_of_its_own_size(theirs: int, reads: int) -> None:
     """80 tokens are five blocks of 16 and three of 32."""
+    if PACKED:
+        pytest.skip("the scheduler wants a hash for each size of blocks, from 0.29.0 on")
     engine = IdleEngine(groups=("full", "wide"))
     connect(engine.worker, "P")
     engine.ask("good", range(80), [[1, 2, 3, 4, 5], [6, 7, 8][:theirs]])

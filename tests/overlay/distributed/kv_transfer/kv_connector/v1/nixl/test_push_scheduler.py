@@ -1,0 +1,78 @@
+"""Parameters that lie, where prefill servers push: they end no engine."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from tests.lying_params import GOOD, lying_params
+from tests.nixl_worker import make_kv_cache_config, make_vllm_config
+
+push_scheduler = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"
+)
+
+_names = (f"request-{i}" for i in itertools.count())
+
+
+@functools.cache
+def scheduler() -> Any:  # noqa: ANN401 - the release may not have the class
+    """One for all cases: what one leaves behind shows in the next."""
+    config = make_vllm_config(connector="NixlPushConnector")
+    return push_scheduler.NixlPushConnectorScheduler(config, "D", make_kv_cache_config())
+
+
+def play(params: object, *, aborted: bool) -> Any:  # noqa: ANN401 - the metadata
+    """One request's life as the scheduler leads it; what the worker is handed first."""
+    side = scheduler()
+    sampling = SamplingParams(max_tokens=1)
+    request = Request(next(_names), list(range(40)), sampling, None)
+    request.kv_transfer_params = params
+    side.on_new_request(request)
+    if not aborted:
+        tokens, _ = side.get_num_new_matched_tokens(request, 0)
+        blocks: Any = SimpleNamespace(
+            get_unhashed_block_ids_all_groups=lambda: ([1, 2, 3],), blocks=((),)
+        )
+        side.update_state_after_alloc(request, blocks, tokens)
+    else:
+        request.status = RequestStatus.FINISHED_ABORTED
+        side.request_finished(request, ([],))
+    metadata = side.build_connector_meta(SimpleNamespace())
+    if not aborted:
+        request.status = RequestStatus.FINISHED_STOPPED
+        side.request_finished(request, ([1, 2, 3],))
+    return metadata
+
+
+@settings(max_examples=500, deadline=None)
+@given(data=st.data())
+def test_no_lie_hurts_the_engine(data: st.DataObject) -> None:
+    play(data.draw(lying_params(GOOD)), aborted=data.draw(st.booleans()))
+
+
+@pytest.mark.parametrize("field", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
+@pytest.mark.parametrize("aborted", [False, True])
+def test_without_whom_to_ask_the_prompt_is_computed(field: str, aborted: bool) -> None:
+    """Stock's engine ends with KeyError."""
+    metadata = play({k: v for k, v in GOOD.items() if k != field}, aborted=aborted)
+    assert not metadata.push_registrations
+    assert not metadata.reqs_to_recv
+
+
+@pytest.mark.parametrize("blocks", [GOOD["remote_block_ids"], None, [], [[]]])
+def test_good_parameters_register(blocks: object) -> None:
+    """The blocks are P's own business."""
+    metadata = play({**GOOD, "remote_block_ids": blocks}, aborted=False)
+    (registration,) = metadata.push_registrations.values()
+    assert registration["remote_host"] == GOOD["remote_host"]
+    assert list(metadata.reqs_to_recv) == list(metadata.push_registrations)
+    assert list(play({**GOOD, "remote_block_ids": blocks}, aborted=True).reqs_to_recv)

@@ -1,0 +1,77 @@
+"""The engine core's own refusals: which of them tell the prefill server, and which must not."""
+
+from __future__ import annotations
+
+import queue
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
+from vllm.v1.engine.core import EngineCoreProc
+
+from tests.idle_engine import IdleEngine
+from tests.nixl_worker import connect, nixl_of
+from tests.serving_app import REMOTE
+
+if not hasattr(EngineCoreProc, "_handle_request_validation_error"):
+    pytest.skip("the engine core validates nothing there", allow_module_level=True)
+
+
+def refused(params: object, *, several: bool = False, connector: str = "NixlConnector") -> Any:  # noqa: ANN401
+    """What the engine core's thread finds in its queue after a request was refused."""
+    outputs: list[str] = []
+    core: Any = SimpleNamespace(
+        vllm_config=SimpleNamespace(
+            kv_transfer_config=SimpleNamespace(
+                kv_connector=connector, kv_connector_module_path=None, kv_connector_extra_config={}
+            )
+        ),
+        publish_dp_lb_stats=several,
+        request_block_hasher=None,
+        input_queue=queue.Queue(),
+        _send_finish_outputs_to_client=lambda ids, *_: outputs.extend(ids),
+    )
+    request = EngineCoreRequest(
+        request_id="r",
+        prompt_token_ids=[1],
+        mm_features=None,
+        sampling_params=SamplingParams(extra_args={"kv_transfer_params": params}),
+        pooling_params=None,
+        arrival_time=0.0,
+        lora_request=None,
+        cache_salt=None,
+        data_parallel_rank=None,
+    )
+    error: Any = ValueError("no such grammar")
+    EngineCoreProc._handle_request_validation_error(core, request, error)
+    assert outputs == ["r"]
+    return core.input_queue
+
+
+def test_p_hears_of_a_request_that_the_engine_core_refuses() -> None:
+    kind, (stand_in, _) = refused(REMOTE).get_nowait()
+    assert kind is EngineCoreRequestType.ADD
+    assert stand_in.abort_immediately
+    engine = IdleEngine()
+    connect(engine.worker, REMOTE["remote_engine_id"])
+    engine.scheduler.add_request(stand_in)
+    engine.abort(stand_in.request_id)
+    assert engine.run()
+    assert nixl_of(engine.worker).heard == {"engine-p/0": [b"cmpl-p-0:1"]}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"params": None},
+        {"params": "x"},
+        {"params": {"do_remote_decode": True}},
+        {"params": REMOTE, "several": True},  # the others would have to be asked
+        {"params": REMOTE, "connector": "MooncakeConnector"},
+        {"params": REMOTE, "connector": "NixlPushConnector"},
+    ],
+)
+def test_and_of_no_other(case: dict[str, Any]) -> None:
+    assert refused(**case).empty()
