@@ -210,6 +210,17 @@ def test_what_p_pairs_wrongly_is_refused_by_d_and_the_request_fails(
     until(lambda: nixl_of(decode).called("send_notif"))
 
 
+def test_a_hybrid_with_prefix_hits_is_refused_where_the_ratios_differ(
+    workers: Callable[..., Any],
+) -> None:
+    hybrid = ("full", "mamba")
+    prefill = workers("P", ratio=4, groups=hybrid)
+    with pytest.raises(RuntimeError, match="--no-enable-prefix-caching"):
+        workers("D", ratio=2, groups=hybrid)._add_notif_only_remote_agent(said_by(prefill), 1)
+    alone = workers("D", ratio=2, groups=hybrid, prefix_caching=False)
+    assert alone._add_notif_only_remote_agent(said_by(prefill), 1)
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xff:1", b"req", b"req:", b"req:one"])
 def test_a_word_that_makes_no_sense_does_not_end_d(
     workers: Callable[..., Any], payload: bytes
