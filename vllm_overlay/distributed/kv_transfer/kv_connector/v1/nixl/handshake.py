@@ -3,8 +3,8 @@
 
 D enters what each rank of a peer says about itself below the peer's engine id, and checks it after
 that. If the handshake then fails, at this rank or at a later one, what was entered would be held
-against the peer when it comes back under its id, restarted with other settings: the tables keep what
-they were told first.
+against the peer when it comes back under its id, restarted with other settings: the tables keep
+what they were told first.
 
 Everything runs on the handshake thread, which also enters.
 """
