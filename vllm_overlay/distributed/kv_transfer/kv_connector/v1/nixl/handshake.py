@@ -51,7 +51,7 @@ def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
     return agent
 
 
-def _loaded(worker: NixlConnectorWorker) -> dict[str, list[str]]:
+def _loaded(worker: _Worker) -> dict[str, list[str]]:
     """NIXL agents of engines that handshakes are under way with."""
     # Made on demand: a test may make a worker without its constructor.
     agents: dict[str, list[str]] = vars(worker).setdefault("_agents_in_handshake", {})
