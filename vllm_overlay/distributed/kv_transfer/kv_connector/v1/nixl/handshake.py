@@ -3,8 +3,8 @@
 
 D enters what each rank of a peer says about itself below the peer's engine id, and checks it after
 that. If the handshake then fails, at this rank or at a later one, what was entered would be held
-against the peer when it comes back under its id, restarted with other settings: the tables keep what
-they were told first.
+against the peer when it comes back under its id, restarted with other settings: the tables keep
+what they were told first.
 
 What a thread has not entered it does not undo: only vLLM's handshake thread enters, and with K12
 another one talks to peers as well.
@@ -21,11 +21,13 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 logger = init_logger(f"vllm.{__name__}")
 
 _Result = TypeVar("_Result")
+
+_Worker = Any
+"""`NixlConnectorWorker`; from 0.24.0 on what those that pull and those that push are made of."""
 
 _OF_ENGINES = (
     "kv_caches_base_addr",
@@ -44,14 +46,14 @@ _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
 """The topology's, up to 0.22.1."""
 
 
-def load_agent(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> str:
+def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
     """Load the NIXL agent of a peer's rank, and remember it until the engine is connected."""
     agent: str = worker.nixl_wrapper.add_remote_agent(peer.agent_metadata)
     _loaded(worker).setdefault(peer.engine_id, []).append(agent)
     return agent
 
 
-def _loaded(worker: NixlConnectorWorker) -> dict[str, list[str]]:
+def _loaded(worker: _Worker) -> dict[str, list[str]]:
     """NIXL agents, by engine, that this thread has entered in handshakes that are under way."""
     # Made on demand: a test may make a worker without its constructor.
     here = vars(worker).setdefault("_agents_in_handshake", threading.local())
@@ -64,7 +66,7 @@ def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Resul
 
     @functools.wraps(add)
     def wrapper(
-        self: NixlConnectorWorker,
+        self: _Worker,
         nixl_agent_meta: NixlAgentMetadata,
         *rank_and_sizes: int,
         **named: int,
@@ -83,7 +85,7 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
 
     @functools.wraps(handshake)
     def wrapper(
-        self: NixlConnectorWorker,
+        self: _Worker,
         host: str,
         port: int,
         remote_tp_size: int,
@@ -105,7 +107,7 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
     return wrapper
 
 
-def forget(worker: NixlConnectorWorker, engine_id: str) -> None:
+def forget(worker: _Worker, engine_id: str) -> None:
     """Undo what a handshake that failed has entered; descriptors of our own memory stay.
 
     Not of an engine that is connected, nor of our own, whatever a peer calls itself.

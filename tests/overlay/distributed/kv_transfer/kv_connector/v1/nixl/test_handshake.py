@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -82,7 +83,7 @@ def test_all_ranks_of_a_refused_peer_are_forgotten(refused_rank: int) -> None:
     ratios = [4, 4]
 
     def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
-        agents = {}
+        agents: dict[Any, str] = {}
         for rank in range(tp_size):
             metadata = peer_metadata(
                 worker, engine_id, rank, tp_size,
@@ -174,27 +175,47 @@ def worker() -> NixlConnectorWorker:
     return decoder()
 
 
+def said_by(worker: NixlConnectorWorker, rank: int, tp_size: int, **changes: Any) -> bytes:  # noqa: ANN401
+    """What a rank of P answers."""
+    payload = worker.xfer_handshake_metadata
+    assert payload is not None
+    metadata = peer_metadata(worker, "P", rank, tp_size, **changes)
+    said = msgspec.msgpack.encode(metadata)
+    return msgspec.msgpack.encode(dataclasses.replace(payload, agent_metadata_bytes=said))
+
+
 def test_a_peer_that_is_lost_between_two_ranks_is_forgotten(
     worker: NixlConnectorWorker, serve: Callable[[list[bytes]], int]
 ) -> None:
-    def said_by(rank: int, **changes: Any) -> bytes:  # noqa: ANN401
-        payload = worker.xfer_handshake_metadata
-        assert payload is not None
-        metadata = peer_metadata(worker, "P", rank, 2, **changes)
-        return msgspec.msgpack.encode(
-            msgspec.structs.replace(payload, agent_metadata_bytes=msgspec.msgpack.encode(metadata))
-            if isinstance(payload, msgspec.Struct)
-            else type(payload)(payload.compatibility_hash, msgspec.msgpack.encode(metadata))
-        )
-
     before = kept(worker)
-    port = serve([said_by(0), b"broken"])
+    port = serve([said_by(worker, 0, 2), b"broken"])
     with pytest.raises(RuntimeError, match="decode"):
         worker._nixl_handshake("127.0.0.1", port, 2, "P")
     assert kept(worker) == before
     assert loaded(worker) == []
     # It comes back with fewer blocks.
     blocks = worker.num_blocks - 2
-    port = serve([said_by(rank, num_blocks=blocks) for rank in range(2)])
+    port = serve([said_by(worker, rank, 2, num_blocks=blocks) for rank in range(2)])
     worker._nixl_handshake("127.0.0.1", port, 2, "P")
     assert loaded(worker) == [agent_name("P", 0), agent_name("P", 1)]
+
+
+def test_an_engine_that_was_let_go_may_come_back_with_other_settings(
+    worker: NixlConnectorWorker, serve: Callable[[list[bytes]], int]
+) -> None:
+    if not hasattr(worker, "_cleanup_remote_engine"):
+        pytest.skip("up to 0.23.0 an engine that is connected is never let go")
+
+    def shake_hands(**changes: Any) -> None:  # noqa: ANN401
+        port = serve([said_by(worker, 0, 1, **changes)])
+        result: Any = worker._nixl_handshake("127.0.0.1", port, 1, "P")
+        worker._remote_agents["P"] = result[0]
+
+    for blocks in 16, 12:
+        shake_hands(num_blocks=blocks)
+        worker._cleanup_remote_engine("P")
+    with pytest.raises(RuntimeError, match="kernel blocks"):
+        shake_hands(physical_blocks_per_logical_kv_block=4)
+    assert loaded(worker) == []
+    shake_hands()
+    assert loaded(worker) == [agent_name("P", 0)]

@@ -1,4 +1,4 @@
-"""Our fixes where P writes into D's blocks (`NixlPushConnector`): what acts there, and what is right.
+"""Our fixes where P writes into D's blocks (`NixlPushConnector`): what acts there, and rightly.
 
 Two real workers, as in `tests.kv_landing`: D says which blocks it has, P writes.
 """
@@ -16,7 +16,6 @@ import torch
 
 from tests.nixl_release import NixlAgentMetadata, NixlConnectorMetadata
 from tests.nixl_worker import lives, make_worker, nixl_of, raising, stamp
-
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
     forgets_whom_it_loses,
 )
@@ -210,6 +209,17 @@ def test_what_p_pairs_wrongly_is_refused_by_d_and_the_request_fails(
     until(lambda: nixl_of(decode).called("send_notif"))
 
 
+def test_a_hybrid_with_prefix_hits_is_refused_where_the_ratios_differ(
+    workers: Callable[..., Any],
+) -> None:
+    hybrid = ("full", "mamba")
+    prefill = workers("P", ratio=4, groups=hybrid)
+    with pytest.raises(RuntimeError, match="--no-enable-prefix-caching"):
+        workers("D", ratio=2, groups=hybrid)._add_notif_only_remote_agent(said_by(prefill), 1)
+    alone = workers("D", ratio=2, groups=hybrid, prefix_caching=False)
+    assert alone._add_notif_only_remote_agent(said_by(prefill), 1)
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xff:1", b"req", b"req:", b"req:one"])
 def test_a_word_that_makes_no_sense_does_not_end_d(
     workers: Callable[..., Any], payload: bytes
@@ -222,7 +232,12 @@ def test_a_word_that_makes_no_sense_does_not_end_d(
     lives(decode.get_transfer_results)  # wakes the thread that looks
     until(lambda: not decode._pending_completion_notifs.empty())
     received: set[str] = set()
-    until(lambda: received.update(lives(decode.get_transfer_results).finished_recving) or received)
+
+    def arrived() -> bool:
+        received.update(lives(decode.get_transfer_results).finished_recving)
+        return bool(received)
+
+    until(arrived)
     assert received == {"req"}
 
 
@@ -233,13 +248,14 @@ def test_a_registration_that_makes_no_sense_does_not_take_the_others_along(
     prefill, decode = workers("P"), workers("D")
     agent = prefill.add_remote_agent(said_by(decode))
     prefill._remote_agents["D"] = {(0, 0): agent}
-    bad = {"request_id": "bad", **({**registration([1]), "request_id": "bad", **senseless} if senseless else {})}
+    whole = registration([1]) if senseless else {}
+    bad = {**whole, "request_id": "bad", **senseless}
     metadata = NixlConnectorMetadata()
     metadata.push_finished_blocks = {"bad": ([1],), "req": ([1],)}
     prefill.start_load_kv(stamp(metadata))
     until(lambda: len(prefill._push_finished_blocks) == 2)
-    words = [push.PUSH_REG_NOTIF_PREFIX + msgspec.msgpack.encode(reg) for reg in (bad, registration([2]))]
-    nixl_of(prefill).inbox = {"D": words}
+    prefix, good = push.PUSH_REG_NOTIF_PREFIX, registration([2])
+    nixl_of(prefill).inbox = {"D": [prefix + msgspec.msgpack.encode(reg) for reg in (bad, good)]}
     until(lambda: [r for r in nixl_of(prefill).reads if r.notif == b"req:1"])
 
 
