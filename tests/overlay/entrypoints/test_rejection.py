@@ -25,6 +25,7 @@ from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Answer, Server, 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,
+    peer_problem,
 )
 from vllm_overlay.entrypoints.verdict import is_final
 
@@ -357,7 +358,9 @@ def test_a_lie_is_refused_by_name_and_told_once(
         assert (problem.field or "kv_transfer_params") in answer.error["message"]
         assert server.core.admitted == []
         waits = isinstance(params, dict) and params.get("do_remote_prefill")
-        assert len(server.core.told) == bool(waits and encodable(params))
+        # Who cannot be addressed cannot be told.
+        known = waits and peer_problem(params) is None
+        assert len(server.core.told) == bool(known and encodable(params))
     assert server.engine.output_processor.get_num_unfinished_requests() == books
 
 
