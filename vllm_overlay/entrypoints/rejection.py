@@ -71,7 +71,7 @@ class KVTransferRoute(APIRoute):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         engine = _transferring_engine(scope)
-        if engine is None or not self.generates or scope["method"] not in self.methods:
+        if engine is None or not self.generates or scope.get("method") not in self.methods:
             await super().handle(scope, receive, send)
             return
         body: list[bytes] = []
