@@ -71,7 +71,7 @@ class KVTransferRoute(APIRoute):
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
         engine = _transferring_engine(scope)
-        if engine is None or not self.generates or scope["method"] not in self.methods:
+        if engine is None or not self.generates or scope.get("method") not in self.methods:
             await super().handle(scope, receive, send)
             return
         body: list[bytes] = []
@@ -170,9 +170,10 @@ def _data_parallel_rank(request: Request | None) -> int | None:
 def _has_key(request: Request) -> bool:
     """Whether a request shows the API key, where one is configured, asked for it or not."""
     for middleware in request.app.user_middleware:
-        if hasattr(middleware.cls, "verify_token"):  # vLLM's own; its module has moved
-            guard = middleware.cls(request.app, *middleware.args, **middleware.kwargs)
-            return bool(guard.verify_token(request.headers))
+        guard: Any = middleware.cls  # vLLM's own has moved between its modules
+        if guard.__module__.startswith("vllm.") and hasattr(guard, "verify_token"):
+            checks = guard(request.app, *middleware.args, **middleware.kwargs)
+            return bool(checks.verify_token(request.headers))
     return True
 
 

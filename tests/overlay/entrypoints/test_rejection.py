@@ -33,8 +33,8 @@ COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "other"}}
-LOOKS_AFTER_ITSELF = Version(vllm.__version__) < Version("0.21")
-"""Whether the clean-up around a handler is ours (41269)."""
+LOOKS_AFTER_ITSELF = Version(vllm.__version__) < Version("0.23")
+"""Whether the clean-up around a handler is ours."""
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 
 
@@ -162,7 +162,7 @@ def play(shared: tuple[asyncio.AbstractEventLoop, Server]) -> Iterator[Play]:
 def assert_rejected(server: Server, answer: Answer) -> None:
     """The client got an error, the engine nothing to compute, the prefill server one message.
 
-    Up to 0.20.2 /v1/messages answers 500 to what its handler raises, which asks for a retry.
+    Up to 0.22 /v1/messages answers 500 to what its handler raises, which asks for a retry.
     """
     assert answer.status >= 400 or answer.error, answer
     assert server.core.admitted == []

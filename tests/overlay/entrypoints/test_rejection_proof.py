@@ -242,7 +242,7 @@ def test_a_key_that_is_escaped(endpoint: str, spelled: str) -> None:
 # ---------------------------------------------------------------- one set of parameters
 
 OTHER = {**REMOTE, "remote_request_id": "another"}
-SPOILT: dict[str, Any] = {**REMOTE, "remote_port": "none"}
+SPOILT: dict[str, Any] = {**REMOTE, "remote_block_ids": "none"}
 NAMES: list[tuple[object, object]] = [
     # in the sampling parameters, and at the top
     (REMOTE, None),
