@@ -120,9 +120,7 @@ async def serving_by(client: str, connector: str) -> AsyncIterator[Server]:
     async with serving(connector=connector) as server:
         made = CLIENTS[client](server.engine)
         args = serving_app._arguments()
-        model = (
-            {"model_config": server.engine.model_config} if serving_app._WITH_MODEL else {}
-        )
+        model = {"model_config": server.engine.model_config} if serving_app._WITH_MODEL else {}
         app = serving_app.build_app(args, ("generate",), **model)
         await serving_app.init_app_state(made, app.state, args, ("generate",))
         app.state.server = server.app.state.server
@@ -186,5 +184,5 @@ async def a_client_leaves(client: str) -> Observed:
 async def the_servicer_of_grpc() -> Observed:
     """vLLM's gRPC server, whose servicer is a package of its own."""
     if importlib.util.find_spec("smg_grpc_servicer") is None:
-        raise LeftOutError("smg-grpc-servicer, from which vLLM takes its servicer, is not installed")
+        raise LeftOutError("smg-grpc-servicer, which has vLLM's servicer, is not installed")
     raise LeftOutError("nobody has written how to call this servicer in one process")

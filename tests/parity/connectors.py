@@ -7,14 +7,17 @@ that moves bytes is missing here; where a worker cannot be built without it, the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
+import threading
 import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.sampling_params import SamplingParams
@@ -29,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.nixl_worker import make_kv_cache_config, make_vllm_config
 from tests.parity import recording
-from tests.parity.retries import TOKENS, good_body
+from tests.parity.retries import good_body
 from tests.parity.scenario import LeftOutError, Observed, said, scenario
 from tests.parity.visits import serving
 from tests.serving_app import ENDPOINTS, REMOTE
@@ -154,9 +157,7 @@ def _known(connector: str) -> None:
 def what_another_connector_is_called_with(whose: str) -> Observed:
     """Served requests, over a connector from outside vLLM: arguments, types, order."""
     recording.CALLS.clear()
-    core = Core(
-        "RecordingConnector", kv_connector_module_path="tests.parity.recording"
-    )
+    core = Core("RecordingConnector", kv_connector_module_path="tests.parity.recording")
     for i, path in enumerate((COMPLETIONS, CHAT)):
         core.add(_plain_request(f"req-{i}-{path}", PARAMS[whose]))
     core.add(_plain_request("leaves", PARAMS[whose]))
@@ -238,9 +239,6 @@ def mooncakes_engine_receives() -> Observed:
 
 def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream's module
     """A socket to a P that has sent everything it was asked for."""
-    import contextlib
-
-    import msgspec
 
     class Socket:
         def setsockopt(self, *_: object) -> None:
@@ -264,9 +262,6 @@ def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream
 
 def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
     """A worker without the library that moves bytes: what it has to do with requests."""
-    import threading
-
-    import msgspec
 
     class Worker(mooncake.MooncakeConnectorWorker):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -299,12 +294,9 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
 
 
 def _pull_metadata(mooncake: Any, metas: Any) -> Any:  # noqa: ANN401
-    fields = {name: None for name in mooncake.MooncakeXferMetadata.__struct_fields__}
+    fields = dict.fromkeys(mooncake.MooncakeXferMetadata.__struct_fields__)
     blocks = {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()}
     return mooncake.MooncakeXferMetadata(**fields | {
         "remote_hostname": "127.0.0.1", "remote_port": 1, "remote_tp_size": 1, "remote_tp_rank": 0,
         "req_blocks": blocks, "kv_caches_base_addr": [], "block_lens": [],
     })  # fmt: skip
-
-
-_ = TOKENS

@@ -8,7 +8,7 @@ import os
 from typing import Any
 from unittest import mock
 
-from tests.parity.scenario import LeftOutError, Observed, scenario
+from tests.parity.scenario import LeftOutError, Observed, scenario, scrubbed
 from tests.parity.visits import CONNECTORS, OWN, seen, serving, visit
 from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, MODEL, REMOTE, Server, body
 
@@ -252,6 +252,4 @@ async def a_response_is_stored(connector: str) -> Observed:
 
 
 def _without(made_id: str, raw: bytes) -> str:
-    from tests.parity.scenario import scrubbed
-
     return scrubbed(raw.replace(made_id.encode(), b"ID"))

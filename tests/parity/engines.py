@@ -376,4 +376,3 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
             break
         time.sleep(0.005)
     return {"computed": [list(one) for one in computed], "ends": ends}
-
