@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -55,7 +54,8 @@ class Difference:
 
     def __str__(self) -> str:
         stock, patched = _words(self.stock), _words(self.patched)
-        same = len(os.path.commonprefix([stock, patched]))
+        pairs = enumerate(zip(stock, patched, strict=False))
+        same = next((i for i, (one, other) in pairs if one != other), 0)
         stock, patched = _around(stock, same), _around(patched, same)
         return f"{self.where or 'it'}: {stock} on stock, {patched} on patched"
 
@@ -265,7 +265,7 @@ def differences(stock: Any, patched: Any, where: str = "") -> Iterator[Differenc
     """
     if isinstance(stock, dict) and isinstance(patched, dict):
         if stock.keys() == patched.keys() == {"at least"}:
-            missing = Counter(stock["at least"]) - Counter(patched["at least"])
+            missing: Counter[str] = Counter(stock["at least"]) - Counter(patched["at least"])
             for thing in missing.elements():
                 yield Difference(where, thing, None)
             return

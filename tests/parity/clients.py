@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.api_server import build_app, init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests import serving_app
@@ -104,6 +105,11 @@ class Parts(Knowing):
                 return
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "other model": {"model": "no-such-model"},
+    "too many tokens": {"max_tokens": MAX_MODEL_LEN + 1, "max_output_tokens": -1},
+}
+
 CLIENTS: dict[str, Any] = {
     "AsyncLLM": lambda inner: inner,
     "forwarding": Forwarding,
@@ -121,8 +127,8 @@ async def serving_by(client: str, connector: str) -> AsyncIterator[Server]:
         made = CLIENTS[client](server.engine)
         args = serving_app._arguments()
         model = {"model_config": server.engine.model_config} if serving_app._WITH_MODEL else {}
-        app = serving_app.build_app(args, ("generate",), **model)
-        await serving_app.init_app_state(made, app.state, args, ("generate",))
+        app = build_app(args, ("generate",), **model)
+        await init_app_state(made, app.state, args, ("generate",))
         app.state.server = server.app.state.server
         try:
             yield Server(app, server.engine, server.core)
@@ -151,10 +157,7 @@ async def refused(variant: str) -> Observed:
     client, connector = variant.split(", ")
     async with serving_by(client, connector) as server:
         for path in ENDPOINTS:
-            for name, changes in {
-                "other model": {"model": "no-such-model"},
-                "too many tokens": {"max_tokens": MAX_MODEL_LEN + 1, "max_output_tokens": -1},
-            }.items():
+            for name, changes in WRONG.items():
                 raw = json.dumps(body(path, REMOTE) | changes).encode()
                 answer = await visit(server, "POST", path, raw)
                 observed[f"{path}, {name}"] = seen(

@@ -68,7 +68,7 @@ class Core:
 
     def run(self, steps: int = 12) -> Observed:
         """Step while there is work, and one step more; what ended how, or what the core died of."""
-        ends = {}
+        ends: dict[str, str] = {}
         try:
             for _ in range(steps):
                 ends |= self._step()
@@ -263,7 +263,7 @@ def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream
 def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
     """A worker without the library that moves bytes: what it has to do with requests."""
 
-    class Worker(mooncake.MooncakeConnectorWorker):  # type: ignore[misc]
+    class Worker(mooncake.MooncakeConnectorWorker):
         def __init__(self) -> None:
             pass
 
@@ -278,7 +278,7 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
         get_target_remote_ranks=lambda size: [0],
         get_target_remote_ranks_from_engine_id=lambda engine: [0],
     )
-    vars(worker).update(
+    worker.__dict__.update(
         is_kv_producer=False, is_kv_consumer=True, receiver_loop=loop,
         finished_recving_reqs=set(), finished_sending_reqs=set(), reqs_need_send={},
         _remote_agents={"P": {0: {0: "tcp://127.0.0.1:9"}}}, _tp_size={"P": 1, "D": 1},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -52,7 +53,7 @@ def _paths(server: Server) -> dict[str, list[str]]:
     }
 
 
-BODIES = {
+BODIES: dict[str, Callable[[str], bytes]] = {
     "served": lambda path: json.dumps(_request(path)).encode(),
     "streamed": lambda path: json.dumps(_request(path, stream=True)).encode(),
     "no object": lambda path: b"[1, 2]",

@@ -18,6 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from tests import decode_engine, nixl_worker
 from tests.decode_engine import DecodeEngine
 from tests.idle_engine import IdleEngine
+from tests.nixl_release import NixlAgentMetadata
 from tests.nixl_worker import (
     connect,
     make_worker,
@@ -30,6 +31,7 @@ from tests.parity.retries import COMPLETIONS, good_body
 from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario
 from tests.parity.visits import serving
 from tests.serving_app import REMOTE
+from tests.stand_in_model import HEAD_SIZE
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 80)
 """Tokens of a prompt: within, at the end of and across blocks of 16."""
@@ -118,7 +120,7 @@ def _spec(kind: str, mla: bool, block_size: int, heads: int, state_tokens: int) 
     return FullAttentionSpec(
         block_size=block_size * (2 if wide else 1),
         num_kv_heads=heads // (2 if wide else 1),
-        head_size=nixl_worker.HEAD_SIZE,
+        head_size=HEAD_SIZE,
         dtype=nixl_worker.DTYPE,
     )
 
@@ -163,7 +165,7 @@ def _worker_takes(engine: DecodeEngine, decided: SchedulerOutput) -> Observed:
 
 
 def _field(**fields: Any) -> dict[str, Any]:  # noqa: ANN401 - any field of the metadata
-    known = nixl_worker.NixlAgentMetadata.__dataclass_fields__
+    known = NixlAgentMetadata.__dataclass_fields__
     return {name: value for name, value in fields.items() if name in known}
 
 
@@ -216,9 +218,9 @@ class Loop(EngineCoreProc):  # type: ignore[misc, unused-ignore]
     def __init__(self, engine: IdleEngine) -> None:
         self.engine, self.scheduler = engine, engine.scheduler
         self.vllm_config = engine.worker.vllm_config
-        self.input_queue = queue.Queue()
-        self.output_queue = queue.Queue()
-        self.aborts_queue = queue.Queue()
+        self.input_queue: queue.Queue[Any] = queue.Queue()
+        self.output_queue: queue.Queue[Any] = queue.Queue()
+        self.aborts_queue: queue.Queue[Any] = queue.Queue()
         self.engines_running = False
         self.batch_queue = None
         self.process_input_queue_block = True
@@ -367,7 +369,8 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
 
     script_handshake(engine.worker, handshake)
     engine.ask("req", range(40), remote_blocks=[[5, 6, 7]])
-    computed, ends = [], {}
+    computed: list[tuple[int, int]] = []
+    ends: dict[str, str] = {}
     for _ in range(400):
         step = engine.step()
         computed += [step.computed[req] for req in step.computed]

@@ -12,6 +12,7 @@ import pytest
 from scripts import parity
 from scripts.errors import CheckFailedError, UsageError
 from scripts.parity import Verdict, differences, read_rows, verdicts_on
+from scripts.terminal import out
 
 NAME = "endpoints.answers[none]"
 
@@ -21,8 +22,8 @@ def row(observed: object = None, **outcome: Any) -> dict[str, Any]:  # noqa: ANN
 
 
 def verdict(stock: dict[str, Any] | None, patched: dict[str, Any] | None) -> Verdict:
-    sides = ({NAME: side} if side else {} for side in (stock, patched))
-    (only,) = verdicts_on(*sides, fixes=["K04"])
+    mine, theirs = ({NAME: side} if side else {} for side in (stock, patched))
+    (only,) = verdicts_on(mine, theirs, fixes=["K04"])
     return only
 
 
@@ -187,7 +188,7 @@ def test_one_cause_does_not_fill_the_screen() -> None:
 def test_the_table_takes_names_and_faults_as_they_are() -> None:
     named = Verdict("retries.sent_again[other, /v1/completions]", faults=["[/v1] differs"])
     table = parity._table("0.20.2", [named, Verdict(NAME, left_out="no [/x]")])
-    parity.out.print(table)
+    out.print(table)
 
 
 def test_the_report_has_every_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
