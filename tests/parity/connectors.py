@@ -202,6 +202,23 @@ def refused_over_another_connector(variant: str) -> Observed:
     }
 
 
+# ---------------------------------------------------------------- NIXL, pushed
+
+
+@scenario(*PARAMS, "a P that says little")
+def pushs_engine_after_refused_requests(whose: str) -> Observed:
+    """The scheduler of a D to which P pushes, after what its API server sends for refusals."""
+    _known("NixlPushConnector")
+    little = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1]]}
+    statuses, requests = _visits("NixlPushConnector", PARAMS.get(whose, little), good=False)
+    core = Core("NixlPushConnector")
+    for request in requests:
+        core.add(request)
+    ends = core.run()
+    core.add(_plain_request("afterwards", {}))
+    return {"statuses": statuses, "ends": ends, "afterwards": core.run()}
+
+
 # ---------------------------------------------------------------- Mooncake
 
 
@@ -294,9 +311,11 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
 
 
 def _pull_metadata(mooncake: Any, metas: Any) -> Any:  # noqa: ANN401
-    fields = dict.fromkeys(mooncake.MooncakeXferMetadata.__struct_fields__)
-    blocks = {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()}
-    return mooncake.MooncakeXferMetadata(**fields | {
+    """What D asks P for, where that is made by a method of its own, which looks at the caches."""
+    kind = mooncake.MooncakeXferMetadata
+    fields = {
         "remote_hostname": "127.0.0.1", "remote_port": 1, "remote_tp_size": 1, "remote_tp_rank": 0,
-        "req_blocks": blocks, "kv_caches_base_addr": [], "block_lens": [],
-    })  # fmt: skip
+        "req_blocks": {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()},
+        "kv_caches_base_addr": [], "block_lens": [], "kv_block_lens": [],
+    }  # fmt: skip
+    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})

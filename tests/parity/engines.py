@@ -176,21 +176,13 @@ REFUSED_PEERS: dict[str, Any] = {
 }
 
 
-@scenario(
-    *(f"{what}; full" for what in REFUSED_PEERS),
-    *(f"{what}; full, mamba" for what in ("other layout", "fewer regions")),
-)
-def p_is_refused_and_comes_back(variant: str) -> Observed:
-    """A handshake is refused, P is started again under its name with what D asked for."""
+def _refused_and_back(variant: str, **changed: Any) -> Observed:  # noqa: ANN401
+    """Refuse a peer with the fields `changed`, welcome it without, and read from it."""
     what, kind = variant.split("; ")
     groups: Any = tuple(kind.split(", "))
     worker = make_worker(groups=groups, block_size=16, kernel_block_size=4)
-    other_ratio = _field(physical_blocks_per_logical_kv_block=2)
     observed: dict[str, Observed] = {}
-    for name, changes in (
-        ("first", REFUSED_PEERS[what](worker) | other_ratio),
-        ("again", {}),
-    ):
+    for name, changes in (("first", REFUSED_PEERS[what](worker) | changed), ("again", {})):
         try:
             connect(worker, "P", **changes)
             observed[name] = "welcome"
@@ -203,6 +195,24 @@ def p_is_refused_and_comes_back(variant: str) -> Observed:
     except Exception as error:
         observed["read"] = said(error)
     return observed
+
+
+_RESTARTS = (
+    *(f"{what}; full" for what in REFUSED_PEERS),
+    *(f"{what}; full, mamba" for what in ("other layout", "fewer regions")),
+)
+
+
+@scenario(*_RESTARTS)
+def p_is_refused_and_comes_back(variant: str) -> Observed:
+    """A handshake is refused; P is started again under its name with what D asked for."""
+    return _refused_and_back(variant)
+
+
+@scenario(*_RESTARTS, shows={"42097 >=0.21.0": "the refused P's ratio is used for the next one"})
+def p_is_refused_and_comes_back_with_another_ratio(variant: str) -> Observed:
+    """As before, and P's logical blocks are of another size than before."""
+    return _refused_and_back(variant, **_field(physical_blocks_per_logical_kv_block=2))
 
 
 # ---------------------------------------------------------------- the loop of the engine core
