@@ -12,7 +12,7 @@ import copy
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -114,14 +114,26 @@ def _finished(worker: Any) -> tuple[set[str] | None, set[str] | None]:  # noqa: 
     return sent or None, received or None
 
 
-def _visits(connector: str, params: dict[str, Any], *, good: bool = True) -> Any:  # noqa: ANN401
+INVALID: dict[str, Any] = {"model": [1]}
+"""No handler sees a request with this: its body does not validate."""
+
+WRONG: tuple[dict[str, Any], ...] = ({"model": "no-such-model"}, {"max_tokens": 10_000}, INVALID)
+
+
+def _visits(
+    connector: str,
+    params: dict[str, Any],
+    *,
+    good: bool = True,
+    wrongs: Sequence[dict[str, Any]] = WRONG,
+) -> Any:  # noqa: ANN401
     """Refused requests of several kinds, and a good one: their answers, what the core is sent."""
 
     async def visits() -> Any:  # noqa: ANN401
         async with serving(connector=connector) as server:
             statuses = []
             for path in (COMPLETIONS, CHAT):
-                for wrong in ({"model": "no-such-model"}, {"max_tokens": 10_000}, {"model": [1]}):
+                for wrong in wrongs:
                     request = good_body(path, copy.deepcopy(params)) | wrong
                     statuses.append((await server.post(path, request)).status)
             if good:
@@ -207,10 +219,12 @@ def refused_over_another_connector(variant: str) -> Observed:
 
 @scenario(*PARAMS, "a P that says little")
 def pushs_engine_after_refused_requests(whose: str) -> Observed:
-    """The scheduler of a D to which P pushes, after what its API server sends for refusals."""
+    """The scheduler of a D to which P pushes. Stock dies of what a handler refuses (some of it),
+    and not of a body that does not validate."""
     _known("NixlPushConnector")
     little = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1]]}
-    statuses, requests = _visits("NixlPushConnector", PARAMS.get(whose, little), good=False)
+    params = PARAMS.get(whose, little)
+    statuses, requests = _visits("NixlPushConnector", params, good=False, wrongs=[INVALID])
     core = Core("NixlPushConnector")
     for request in requests:
         core.add(request)
@@ -315,7 +329,7 @@ def _pull_metadata(mooncake: Any, metas: Any) -> Any:  # noqa: ANN401
     kind = mooncake.MooncakeXferMetadata
     fields = {
         "remote_hostname": "127.0.0.1", "remote_port": 1, "remote_tp_size": 1, "remote_tp_rank": 0,
-        "req_blocks": {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()},
+        "req_blocks": {one: (m.transfer_id, m.local_block_ids) for one, m in metas.items()},
         "kv_caches_base_addr": [], "block_lens": [], "kv_block_lens": [],
     }  # fmt: skip
     return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})
