@@ -103,6 +103,12 @@ def regressions(session: nox.Session) -> None:
 
 
 @nox.session
+def parity(session: nox.Session) -> None:
+    """Compare patched with stock where stock is right: nox -s parity -- [RELEASE...] [-k NAME]."""
+    tool(session, "parity")
+
+
+@nox.session
 def status(session: nox.Session) -> None:
     """Say where each fix stands on each release: nox -s status -- [--prove [RELEASE...]]."""
     tool(session, "status")

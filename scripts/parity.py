@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import tempfile
+import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +23,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from scripts.apply import patched_wheel
@@ -54,7 +54,8 @@ class Difference:
 
     def __str__(self) -> str:
         stock, patched = _words(self.stock), _words(self.patched)
-        same = len(os.path.commonprefix([stock, patched]))
+        pairs = enumerate(zip(stock, patched, strict=False))
+        same = next((i for i, (one, other) in pairs if one != other), 0)
         stock, patched = _around(stock, same), _around(patched, same)
         return f"{self.where or 'it'}: {stock} on stock, {patched} on patched"
 
@@ -98,8 +99,8 @@ def main() -> None:
     faults: list[str] = []
     for release in map(supported_release, options.release):
         verdicts = compare(release, options.name, registry)
-        out.print(_table(release, verdicts))
         _write_report(release, verdicts)
+        out.print(_table(release, verdicts))
         faults += [line for verdict in verdicts for line in _lines(release, verdict)]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
@@ -107,7 +108,7 @@ def main() -> None:
         raise CheckFailedError(
             "a patched build is not like stock, or nobody can tell",
             expected="the patched build like stock wherever stock is right",
-            next_step="nox -s parity -- RELEASE -k NAME; reports/parity-*.json has every difference",
+            next_step="nox -s parity -- RELEASE -k NAME; reports/ has every difference",
         )
 
 
@@ -132,20 +133,15 @@ def compare(release: str, name: str, registry: Registry) -> list[Verdict]:
     for side, wheel in wheels.items():
         environment.install_into(work / side, wheel, sha256(wheel))
     affected = [fix.id for fix in registry.fixes.values() if fix.affects(release)]
-    with tempfile.TemporaryDirectory(prefix="kvfix-") as folder:
-        wire = Path(folder)
-        # Both at once: some scenarios need what the other side has written.
-        with ThreadPoolExecutor(max_workers=len(SIDES)) as pool:
-            rows = dict(
-                zip(
-                    SIDES,
-                    pool.map(
-                        lambda side: _run(environment, work / side, side, wire, name, affected),
-                        SIDES,
-                    ),
-                    strict=True,
-                )
-            )
+    wire = work / "run"
+    shutil.rmtree(wire, ignore_errors=True)
+    wire.mkdir()
+    # Both at once: some scenarios need what the other side has written.
+    with ThreadPoolExecutor(max_workers=len(SIDES)) as pool:
+        results = pool.map(
+            lambda side: _run(environment, work / side, side, wire, name, affected), SIDES
+        )
+        rows = dict(zip(SIDES, results, strict=True))
     return verdicts_on(rows["stock"], rows["patched"], registry.fixes)
 
 
@@ -269,7 +265,7 @@ def differences(stock: Any, patched: Any, where: str = "") -> Iterator[Differenc
     """
     if isinstance(stock, dict) and isinstance(patched, dict):
         if stock.keys() == patched.keys() == {"at least"}:
-            missing = Counter(stock["at least"]) - Counter(patched["at least"])
+            missing: Counter[str] = Counter(stock["at least"]) - Counter(patched["at least"])
             for thing in missing.elements():
                 yield Difference(where, thing, None)
             return
@@ -301,7 +297,8 @@ def _table(release: str, verdicts: list[Verdict]) -> Table:
         seconds = " ".join(f"{one:.1f}" for one in verdict.seconds.values())
         words = verdict.faults[0] if verdict.faults else verdict.left_out
         mark = "✗" if verdict.faults else "-" if verdict.left_out else "✓"
-        table.add_row(verdict.scenario, f"{mark} {verdict.word}", seconds, words[:160])
+        row = (verdict.scenario, f"{mark} {verdict.word}", seconds, words[:160])
+        table.add_row(*map(escape, row))
     return table
 
 
@@ -310,9 +307,7 @@ def _write_report(release: str, verdicts: list[Verdict]) -> None:
     report = {
         "release": release,
         "patch_set": project().version,
-        "scenarios": {
-            one.scenario: {**asdict(one), "verdict": one.word} for one in verdicts
-        },
+        "scenarios": {one.scenario: {**asdict(one), "verdict": one.word} for one in verdicts},
     }
     path = REPORTS / f"parity-{release}.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")

@@ -57,7 +57,8 @@ def main() -> None:
     with options.out.open("w", encoding="utf-8") as file:
         for scenario in chosen:
             outcome = _outcome(scenario, options.affected)
-            row = {"name": scenario.name, "shows": [key.split()[0] for key in scenario.shows], **outcome}
+            shows = [key.split()[0] for key in scenario.shows]
+            row = {"name": scenario.name, "shows": shows, **outcome}
             file.write(json.dumps(row, sort_keys=True) + "\n")
             file.flush()
     os._exit(0)  # threads that wait for a peer that hangs would keep the process

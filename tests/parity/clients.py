@@ -12,18 +12,23 @@ import contextlib
 import importlib.util
 import inspect
 import json
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
 from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.openai.api_server import build_app, init_app_state
+from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from tests import serving_app
-from tests.parity.scenario import LeftOutError, Observed, scenario
+from tests.parity.scenario import LeftOutError, Observed, scenario, since
 from tests.parity.visits import OWN, seen, serving, visit
 from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body
 
 COMPLETIONS = "/v1/completions"
+GOOD_IDS = [5, 6, 7]
 
 
 class Forwarding(EngineClient):  # type: ignore[misc, unused-ignore]
@@ -104,9 +109,15 @@ class Parts(Knowing):
                 return
 
 
+WRONG: dict[str, dict[str, Any]] = {
+    "other model": {"model": "no-such-model"},
+    "too many tokens": {"max_tokens": MAX_MODEL_LEN + 1, "max_output_tokens": -1},
+}
+
 CLIENTS: dict[str, Any] = {
     "AsyncLLM": lambda inner: inner,
-    "forwarding": Forwarding,
+    # From 0.21.0 on the protocol demands it.
+    "forwarding": Knowing if since("0.21.0") else Forwarding,
     "forwarding all": Knowing,
     "own task": OwnTask,
     "several tasks": Parts,
@@ -120,11 +131,9 @@ async def serving_by(client: str, connector: str) -> AsyncIterator[Server]:
     async with serving(connector=connector) as server:
         made = CLIENTS[client](server.engine)
         args = serving_app._arguments()
-        model = (
-            {"model_config": server.engine.model_config} if serving_app._WITH_MODEL else {}
-        )
-        app = serving_app.build_app(args, ("generate",), **model)
-        await serving_app.init_app_state(made, app.state, args, ("generate",))
+        model = {"model_config": server.engine.model_config} if serving_app._WITH_MODEL else {}
+        app = build_app(args, ("generate",), **model)
+        await init_app_state(made, app.state, args, ("generate",))
         app.state.server = server.app.state.server
         try:
             yield Server(app, server.engine, server.core)
@@ -153,10 +162,7 @@ async def refused(variant: str) -> Observed:
     client, connector = variant.split(", ")
     async with serving_by(client, connector) as server:
         for path in ENDPOINTS:
-            for name, changes in {
-                "other model": {"model": "no-such-model"},
-                "too many tokens": {"max_tokens": MAX_MODEL_LEN + 1, "max_output_tokens": -1},
-            }.items():
+            for name, changes in WRONG.items():
                 raw = json.dumps(body(path, REMOTE) | changes).encode()
                 answer = await visit(server, "POST", path, raw)
                 observed[f"{path}, {name}"] = seen(
@@ -165,7 +171,7 @@ async def refused(variant: str) -> Observed:
     return observed
 
 
-@scenario(*(client for client in CLIENTS))
+@scenario(*CLIENTS, shows={"K05 >=0.21.0": "P is told although the engine core has the request"})
 async def a_client_leaves(client: str) -> Observed:
     """After its request was sent: the core aborts it, and that is all."""
     async with serving_by(client, "NixlConnector") as server:
@@ -182,9 +188,40 @@ async def a_client_leaves(client: str) -> Observed:
         return seen(answer, server.core)
 
 
+@scenario("good ones", "refused ones in between")
+async def requests_are_balanced(what: str) -> Observed:
+    """Which of two data-parallel engines the client's own balancing gives each good request to."""
+    chooser: Any = object.__new__(DPLBAsyncMPClient)
+    width = 3 if "kv_cache_usage" in inspect.getsource(type(chooser)) else 2
+    vars(chooser).update(
+        core_engines=["0", "1"],
+        lb_engines=[[0] * width, [0] * width],
+        client_count=1,
+        client_index=0,
+        eng_start_index=0,
+        reqs_in_flight={},
+        streaming_reqs=set(),
+        engine_inflight=Counter(),
+    )
+    chosen = []
+
+    async def choose(request: EngineCoreRequest) -> None:
+        engine = chooser.get_core_engine_for_request(request)
+        if request.prompt_token_ids == GOOD_IDS:
+            chosen.append(engine)
+
+    async with serving(ranks=2) as server:
+        server.core.on_add = choose
+        for _ in range(6):
+            await server.post(COMPLETIONS, body(COMPLETIONS, None, prompt=GOOD_IDS))
+            if what != "good ones":
+                await server.post(COMPLETIONS, body(COMPLETIONS, REMOTE, model="no-such-model"))
+    return chosen
+
+
 @scenario()
 async def the_servicer_of_grpc() -> Observed:
     """vLLM's gRPC server, whose servicer is a package of its own."""
     if importlib.util.find_spec("smg_grpc_servicer") is None:
-        raise LeftOutError("smg-grpc-servicer, from which vLLM takes its servicer, is not installed")
+        raise LeftOutError("smg-grpc-servicer, which has vLLM's servicer, is not installed")
     raise LeftOutError("nobody has written how to call this servicer in one process")

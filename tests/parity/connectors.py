@@ -7,14 +7,17 @@ that moves bytes is missing here; where a worker cannot be built without it, the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import json
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import msgspec
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.sampling_params import SamplingParams
@@ -29,7 +32,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from tests.nixl_worker import make_kv_cache_config, make_vllm_config
 from tests.parity import recording
-from tests.parity.retries import TOKENS, good_body
+from tests.parity.retries import good_body
 from tests.parity.scenario import LeftOutError, Observed, said, scenario
 from tests.parity.visits import serving
 from tests.serving_app import ENDPOINTS, REMOTE
@@ -65,7 +68,7 @@ class Core:
 
     def run(self, steps: int = 12) -> Observed:
         """Step while there is work, and one step more; what ended how, or what the core died of."""
-        ends = {}
+        ends: dict[str, str] = {}
         try:
             for _ in range(steps):
                 ends |= self._step()
@@ -111,14 +114,26 @@ def _finished(worker: Any) -> tuple[set[str] | None, set[str] | None]:  # noqa: 
     return sent or None, received or None
 
 
-def _visits(connector: str, params: dict[str, Any], *, good: bool = True) -> Any:  # noqa: ANN401
+INVALID: dict[str, Any] = {"model": [1]}
+"""No handler sees a request with this: its body does not validate."""
+
+WRONG: tuple[dict[str, Any], ...] = ({"model": "no-such-model"}, {"max_tokens": 10_000}, INVALID)
+
+
+def _visits(
+    connector: str,
+    params: dict[str, Any],
+    *,
+    good: bool = True,
+    wrongs: Sequence[dict[str, Any]] = WRONG,
+) -> Any:  # noqa: ANN401
     """Refused requests of several kinds, and a good one: their answers, what the core is sent."""
 
     async def visits() -> Any:  # noqa: ANN401
         async with serving(connector=connector) as server:
             statuses = []
             for path in (COMPLETIONS, CHAT):
-                for wrong in ({"model": "no-such-model"}, {"max_tokens": 10_000}, {"model": [1]}):
+                for wrong in wrongs:
                     request = good_body(path, copy.deepcopy(params)) | wrong
                     statuses.append((await server.post(path, request)).status)
             if good:
@@ -154,9 +169,7 @@ def _known(connector: str) -> None:
 def what_another_connector_is_called_with(whose: str) -> Observed:
     """Served requests, over a connector from outside vLLM: arguments, types, order."""
     recording.CALLS.clear()
-    core = Core(
-        "RecordingConnector", kv_connector_module_path="tests.parity.recording"
-    )
+    core = Core("RecordingConnector", kv_connector_module_path="tests.parity.recording")
     for i, path in enumerate((COMPLETIONS, CHAT)):
         core.add(_plain_request(f"req-{i}-{path}", PARAMS[whose]))
     core.add(_plain_request("leaves", PARAMS[whose]))
@@ -201,6 +214,25 @@ def refused_over_another_connector(variant: str) -> Observed:
     }
 
 
+# ---------------------------------------------------------------- NIXL, pushed
+
+
+@scenario(*PARAMS, "a P that says little")
+def pushs_engine_after_refused_requests(whose: str) -> Observed:
+    """The scheduler of a D to which P pushes. Stock dies of what a handler refuses (some of it),
+    and not of a body that does not validate."""
+    _known("NixlPushConnector")
+    little = {"do_remote_prefill": True, "remote_engine_id": "P", "remote_block_ids": [[1]]}
+    params = PARAMS.get(whose, little)
+    statuses, requests = _visits("NixlPushConnector", params, good=False, wrongs=[INVALID])
+    core = Core("NixlPushConnector")
+    for request in requests:
+        core.add(request)
+    ends = core.run()
+    core.add(_plain_request("afterwards", {}))
+    return {"statuses": statuses, "ends": ends, "afterwards": core.run()}
+
+
 # ---------------------------------------------------------------- Mooncake
 
 
@@ -238,9 +270,6 @@ def mooncakes_engine_receives() -> Observed:
 
 def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream's module
     """A socket to a P that has sent everything it was asked for."""
-    import contextlib
-
-    import msgspec
 
     class Socket:
         def setsockopt(self, *_: object) -> None:
@@ -264,11 +293,8 @@ def _answers_ok(mooncake: Any) -> Callable[..., Any]:  # noqa: ANN401 - upstream
 
 def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
     """A worker without the library that moves bytes: what it has to do with requests."""
-    import threading
 
-    import msgspec
-
-    class Worker(mooncake.MooncakeConnectorWorker):  # type: ignore[misc]
+    class Worker(mooncake.MooncakeConnectorWorker):
         def __init__(self) -> None:
             pass
 
@@ -283,7 +309,7 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
         get_target_remote_ranks=lambda size: [0],
         get_target_remote_ranks_from_engine_id=lambda engine: [0],
     )
-    vars(worker).update(
+    worker.__dict__.update(
         is_kv_producer=False, is_kv_consumer=True, receiver_loop=loop,
         finished_recving_reqs=set(), finished_sending_reqs=set(), reqs_need_send={},
         _remote_agents={"P": {0: {0: "tcp://127.0.0.1:9"}}}, _tp_size={"P": 1, "D": 1},
@@ -299,12 +325,11 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
 
 
 def _pull_metadata(mooncake: Any, metas: Any) -> Any:  # noqa: ANN401
-    fields = {name: None for name in mooncake.MooncakeXferMetadata.__struct_fields__}
-    blocks = {one: (meta.transfer_id, meta.local_block_ids) for one, meta in metas.items()}
-    return mooncake.MooncakeXferMetadata(**fields | {
+    """What D asks P for, where that is made by a method of its own, which looks at the caches."""
+    kind = mooncake.MooncakeXferMetadata
+    fields = {
         "remote_hostname": "127.0.0.1", "remote_port": 1, "remote_tp_size": 1, "remote_tp_rank": 0,
-        "req_blocks": blocks, "kv_caches_base_addr": [], "block_lens": [],
-    })  # fmt: skip
-
-
-_ = TOKENS
+        "req_blocks": {one: (m.transfer_id, m.local_block_ids) for one, m in metas.items()},
+        "kv_caches_base_addr": [], "block_lens": [], "kv_block_lens": [],
+    }  # fmt: skip
+    return kind(**{name: fields[name] for name in kind.__struct_fields__ if name in fields})

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-from tests.parity.scenario import LeftOutError, Observed, scenario
+from tests.parity.scenario import LeftOutError, Observed, scenario, scrubbed
 from tests.parity.visits import CONNECTORS, OWN, seen, serving, visit
 from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, MODEL, REMOTE, Server, body
 
@@ -52,7 +53,7 @@ def _paths(server: Server) -> dict[str, list[str]]:
     }
 
 
-BODIES = {
+BODIES: dict[str, Callable[[str], bytes]] = {
     "served": lambda path: json.dumps(_request(path)).encode(),
     "streamed": lambda path: json.dumps(_request(path, stream=True)).encode(),
     "no object": lambda path: b"[1, 2]",
@@ -252,6 +253,4 @@ async def a_response_is_stored(connector: str) -> Observed:
 
 
 def _without(made_id: str, raw: bytes) -> str:
-    from tests.parity.scenario import scrubbed
-
     return scrubbed(raw.replace(made_id.encode(), b"ID"))

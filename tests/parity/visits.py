@@ -52,9 +52,7 @@ async def serving(
             kv_role="kv_both",
             engine_id="engine-d",
             kv_connector_extra_config={
-                "connectors": [
-                    {"kv_connector": child, "kv_role": "kv_both"} for child in children
-                ]
+                "connectors": [{"kv_connector": child, "kv_role": "kv_both"} for child in children]
             }
             if children
             else {},
@@ -159,4 +157,3 @@ def sent(request: msgspec.Struct) -> Observed:
         and ((value := getattr(request, name)) is not None)
         and not (name in defaults and defaults[name] == value)
     }
-

@@ -149,7 +149,9 @@ def the_handshakes_hash() -> Observed:
     worker.model_config.model = "model"  # a temporary folder
     topology = topology_of(worker)
     old = [topology.cross_layers_blocks] if hasattr(topology, "cross_layers_blocks") else []
-    return {"the hash": compute_nixl_compatibility_hash(worker.vllm_config, worker.backend_name, *old)}
+    return {
+        "the hash": compute_nixl_compatibility_hash(worker.vllm_config, worker.backend_name, *old)
+    }
 
 
 @scenario(exchanges=True)

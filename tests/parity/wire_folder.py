@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def exchange(name: str, data: bytes) -> bytes:
     mine, theirs = (_folder / f"{name}.{side}" for side in _sides)
     part = mine.with_suffix(".part")
     part.write_bytes(data)
-    os.replace(part, mine)
+    part.replace(mine)
     ended = _folder / f"{_sides[1]}.ended"
     while not theirs.is_file():
         if ended.is_file() and not theirs.is_file():
