@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
-logger = init_logger(__name__)
+logger = init_logger(f"vllm.{__name__}")
 
 REMINDER_SECONDS = 60.0
 """Between two log lines about the same handle that NIXL does not release."""
