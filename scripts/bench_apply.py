@@ -24,9 +24,9 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.commands.lock import locked_release
 from scripts.errors import CheckFailedError, UsageError
 from scripts.index import fetch
-from scripts.lock import locked_release
 from scripts.project import PATCHES, ROOT
 from scripts.series import patch_names
 from scripts.terminal import err
@@ -102,7 +102,7 @@ def _commands(wheel: Path, release: str, patches: list[Path], folder: Path) -> d
     source, unpacked = shlex.quote(str(wheel)), folder / "unpacked"
     patching = " && ".join(f"patch -s -p1 < {shlex.quote(str(patch))}" for patch in patches)
     return {
-        "apply": f"exec {python} -m scripts.apply {release} --out {out_folder}",
+        "apply": f"exec {python} -m scripts.commands.apply {release} --out {out_folder}",
         "copy": f"cp {source} {out_folder}/ && sha256sum {out_folder}/*.whl",
         "repack": (
             f"{python} -m wheel unpack -d {shlex.quote(str(unpacked))} {source} && "

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.commands.lock import locked_release
 from scripts.environment import Environment, stage
 from scripts.errors import CheckFailedError
-from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import ROOT
 from scripts.series import load_series

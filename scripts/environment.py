@@ -17,9 +17,9 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
+from scripts.commands.lock import locked_release
 from scripts.errors import UsageError
 from scripts.index import fetch
-from scripts.lock import locked_release
 from scripts.overlay import PACKAGE, overlay_files, stamp_all
 from scripts.patch import Patch, apply_patches
 from scripts.proc import run

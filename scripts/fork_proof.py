@@ -18,15 +18,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.apply import patched_wheel
 from scripts.branch import branch_name, commit_fixes
-from scripts.edit import replace_text
+from scripts.commands.apply import patched_wheel
+from scripts.commands.edit import replace_text
+from scripts.commands.lock import locked_release
 from scripts.environment import Environment
 from scripts.export import release_repository
 from scripts.fixes import Fix, Registry
 from scripts.git import Repository, identity
 from scripts.index import fetch
-from scripts.lock import locked_release
 from scripts.overlay import PACKAGE
 from scripts.patch import Patch
 from scripts.proc import run

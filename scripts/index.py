@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from unearth import Link, PackageFinder
     from unearth.fetchers import PyPIClient
 
+    from scripts.commands.lock import LockedFile
     from scripts.index_settings import IndexSettings
-    from scripts.lock import LockedFile
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,12 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.edit import replace_text
+from scripts.commands.edit import replace_text
+from scripts.commands.lock import load_lock, locked_release, render
 from scripts.errors import CheckFailedError, UsageError
 from scripts.export import DATE, patch_text
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.git import Repository
-from scripts.lock import load_lock, locked_release, render
 from scripts.proc import run
 from scripts.project import PATCHES, ROOT, project
 from scripts.rebase_state import WORK, State
@@ -177,7 +177,7 @@ def _run(tool: str, *words: str) -> None:
         CheckFailedError: It fails.
     """
     err.print(f"{tool} {' '.join(words)} ...")
-    command = [sys.executable, "-m", f"scripts.{tool}", *words]
+    command = [sys.executable, "-m", f"scripts.commands.{tool}", *words]
     result = run(command, cwd=CHECKOUT, check=False, stream=True)
     if result.returncode:
         tree = (WORK / "tree").relative_to(ROOT)

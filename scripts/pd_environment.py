@@ -18,11 +18,11 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from scripts.commands.lock import LockedFile
 from scripts.digest import sha256
 from scripts.environment import installer, make_venv, needs
 from scripts.errors import NotLockedError
 from scripts.index import fetch
-from scripts.lock import LockedFile
 from scripts.proc import run
 from scripts.project import ROOT, read_toml
 from scripts.terminal import err
@@ -71,7 +71,7 @@ class PdEnvironment:
         """Build the patched wheel as a user does."""
         dist = self.folder / "dist"
         shutil.rmtree(dist, ignore_errors=True)
-        command = [sys.executable, "-m", "scripts.apply", self.release]
+        command = [sys.executable, "-m", "scripts.commands.apply", self.release]
         run([*command, "--wheel", stock, "--out", dist], cwd=ROOT, timeout=600)
         (wheel,) = dist.glob("*.whl")
         return wheel

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Literal
 
 from scripts.atomic import replacing
+from scripts.commands.lock import load_lock
 from scripts.fixes import Fix
-from scripts.lock import load_lock
 from scripts.overlay import imported_modules, overlay_files
 from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.pytest_run import PLUGIN, Outcome, is_of

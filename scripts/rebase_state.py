@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from scripts.edit import replace_text
+from scripts.commands.edit import replace_text
 from scripts.errors import UsageError
 from scripts.project import ROOT
 from scripts.stock import Stock

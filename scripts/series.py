@@ -8,9 +8,9 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from scripts.commands.lock import load_lock
 from scripts.errors import NoLineError, RegistryError
 from scripts.fixes import Registry
-from scripts.lock import load_lock
 from scripts.patch import Patch, read_patch
 from scripts.project import PATCHES, project
 

@@ -8,9 +8,9 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from scripts.commands.lock import locked_release
 from scripts.errors import RegistryError
 from scripts.index import cache_folder, fetch
-from scripts.lock import locked_release
 
 
 @cache

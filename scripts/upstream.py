@@ -18,10 +18,10 @@ from pathlib import Path
 from packaging.version import InvalidVersion, Version
 
 from scripts.atomic import only_process
+from scripts.commands.lock import LockedRelease, load_lock
 from scripts.errors import GitError, NotLockedError, UnknownReleaseError
 from scripts.git import Repository, identity
 from scripts.index import cache_folder, fetch
-from scripts.lock import LockedRelease, load_lock
 from scripts.terminal import err
 
 # What patches change, the tests, and what a build reads; documentation would double the size.

@@ -76,7 +76,11 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
         if path.is_dir() and path.name != "provenance":
             shutil.rmtree(path)
     write(made.folder, _FILES)
-    change(made.folder / "scripts" / "lint.py", "[*_code(), *_patch_set()]", "[*_patch_set()]")
+    change(
+        made.folder / "scripts" / "commands" / "lint.py",
+        "[*_code(), *_patch_set()]",
+        "[*_patch_set()]",
+    )
     with (made.folder / "scripts" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
     declaration = made.folder / "pyproject.toml"

@@ -1,4 +1,4 @@
-"""`python -m scripts.apply`, as a user meets it: what it makes, and how it says no."""
+"""`python -m scripts.commands.apply`, as a user meets it: what it makes, and how it says no."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from scripts.commands.lock import locked_release
 from scripts.errors import KvfixError
-from scripts.lock import locked_release
 from scripts.project import ROOT, project
 from scripts.series import load_series
 from scripts.source import read_source
@@ -204,7 +204,14 @@ class TestThisRepository:
 
     @staticmethod
     def run(tool: str, *words: str | Path) -> Result:
-        command = [sys.executable, "-W", "error", "-m", f"scripts.{tool}", *map(str, words)]
+        command = [
+            sys.executable,
+            "-W",
+            "error",
+            "-m",
+            f"scripts.commands.{tool}",
+            *map(str, words),
+        ]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
     def test_makes_a_wheel_that_is_verified(self, source: Path, tmp_path: Path) -> None:

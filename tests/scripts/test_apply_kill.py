@@ -28,7 +28,7 @@ from pathlib import Path
 tool, kills, look, reset, writing, *words = sys.argv[1:]
 random.seed(20)
 sys.argv = [tool, *words]
-main = importlib.import_module(f"scripts.{tool}").main
+main = importlib.import_module(f"scripts.commands.{tool}").main
 from scripts.terminal import entry
 
 def start():
@@ -158,10 +158,10 @@ def test_a_repository_has_no_branch_or_the_whole_one(checkout: Checkout, tmp_pat
         "capture_output=True)"
     )
     written = f"os.path.exists({str(clone / '.git' / 'refs' / 'heads' / 'kvfix')!r})"
-    found = kills(checkout, "fork", 10, look, reset, written, "0.20.2", "--into", clone)
+    found = kills(checkout, "export", 10, look, reset, written, "0.20.2", "--into", clone)
     assert set(found.seen) <= {found.before, found.whole}
     assert found.before != found.whole
     assert "kvfix" in found.whole
     git(clone, "fsck", "--strict")
-    done = checkout.run("fork", "0.20.2", "--into", clone)
+    done = checkout.run("export", "0.20.2", "--into", clone)
     assert done.returncode == 0, done.stderr

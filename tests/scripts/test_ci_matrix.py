@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from scripts.ci_matrix import PYTHONS
+from scripts.commands.matrix import PYTHONS
 from scripts.project import ROOT, project
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
@@ -17,7 +17,7 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 
 def test_every_release_is_in_it_and_the_default_one_on_each_python() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "scripts.ci_matrix"],
+        [sys.executable, "-m", "scripts.commands.matrix"],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commands.export import write_export
 from scripts.fixes import load_registry
-from scripts.fork import write_export
 from scripts.overlay import overlay_files, provenance, stamp_all
 from scripts.patch import apply_patches
 from scripts.project import project
@@ -46,7 +46,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 def exported(checkout: Checkout, folder: Path, *words: str) -> Path:
     """Export the small release into `folder`."""
-    done = checkout.run("fork", "0.20.2", "--out", folder, *words)
+    done = checkout.run("export", "0.20.2", "--out", folder, *words)
     assert done.returncode == 0, done.stderr
     assert f"wrote {folder}" in done.stdout
     return folder
@@ -80,13 +80,13 @@ class TestFolder:
 
     def test_is_left_alone_where_it_says_the_same(self, made: Checkout, tmp_path: Path) -> None:
         folder = exported(made, tmp_path / "export")
-        done = made.run("fork", "--out", folder)
+        done = made.run("export", "--out", folder)
         assert (done.returncode, "nothing has changed" in done.stdout) == (0, True)
 
     def test_is_never_overwritten(self, made: Checkout, tmp_path: Path) -> None:
         folder = exported(made, tmp_path / "export")
         (folder / "mine").touch()
-        said_no(made.run("fork", "--out", folder), 2, str(folder), f"rm -r {folder}")
+        said_no(made.run("export", "--out", folder), 2, str(folder), f"rm -r {folder}")
         assert (folder / "mine").exists()
         assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
@@ -94,7 +94,7 @@ class TestFolder:
         files = contents(exported(made, tmp_path / "one", "--fix", "1"))
         assert "series/0002-2-a-name.patch" not in files
         assert len(contents(exported(made, tmp_path / "two", "--fix", "2"))) == 6
-        said_no(made.run("fork", "--fix", "3"), 2, "has no fix 3", "some of 1, 2")
+        said_no(made.run("export", "--fix", "3"), 2, "has no fix 3", "some of 1, 2")
 
     def test_is_not_written_where_a_commit_could_not_be_imported(
         self, made: Checkout, tmp_path: Path
@@ -106,7 +106,7 @@ class TestFolder:
             "if TYPE_CHECKING:\n    from vllm.distributed import elsewhere\n"
             "def _sync_engine_id_across_tp(x): ...\n"
         )
-        result = broken.run("fork", "--out", tmp_path / "export")
+        result = broken.run("export", "--out", tmp_path / "export")
         assert result.returncode == 30
         assert f"{HOOK}: no vllm.distributed.gone in this commit" in result.stderr
         assert f"{HOOK}: no vllm_overlay.never.it in this commit" in result.stderr
@@ -135,7 +135,7 @@ class TestTaken:
             BRANCH, f"{BRANCH}-1", f"{BRANCH}-2", f"{BRANCH}-stock",
         ]  # fmt: skip
         git(clone, "cherry-pick", f"{BRANCH}-stock..{BRANCH}")
-        expected = made.run("fork", "--into", fresh := toys.clone_of_vllm(tmp_path / "fresh"))
+        expected = made.run("export", "--into", fresh := toys.clone_of_vllm(tmp_path / "fresh"))
         assert expected.returncode == 0
         assert git(clone, "rev-parse", "HEAD^{tree}") == git(
             fresh, "rev-parse", f"{BRANCH}^{{tree}}"
@@ -146,31 +146,31 @@ class TestInto:
     def test_a_clone_makes_a_branch_and_says_what_to_type(
         self, made: Checkout, clone: Path
     ) -> None:
-        result = made.run("fork", "0.20.2", "--into", clone)
+        result = made.run("export", "0.20.2", "--into", clone)
         assert (result.returncode, result.stderr) == (0, "")
         assert f"use it: git -C {clone} switch {BRANCH}" in result.stdout
         assert git(clone, "rev-list", "--count", f"v0.20.2..{BRANCH}") == "2\n"
-        said_no(made.run("fork", "--into", clone), 21, f"has a branch {BRANCH}")
+        said_no(made.run("export", "--into", clone), 21, f"has a branch {BRANCH}")
 
     def test_reports_hunks_that_have_moved(self, made: Checkout, clone: Path) -> None:
         (clone / toys.WORKER).write_text("\n" * 5 + toys.FILES[toys.WORKER])
         git(clone, "commit", "--quiet", "--all", "-m", "ours")
-        said = made.run("fork", "0.20.2", "--into", clone).stdout
+        said = made.run("export", "0.20.2", "--into", clone).stdout
         assert f"1-a-name.patch: hunk 1 of {toys.WORKER} applied +5 lines away" in said
 
     def test_takes_some_fixes_only(self, made: Checkout, clone: Path) -> None:
-        assert made.run("fork", "--into", clone, "--fix", "1").returncode == 0
+        assert made.run("export", "--into", clone, "--fix", "1").returncode == 0
         assert git(clone, "rev-list", "--count", f"v0.20.2..{BRANCH}") == "1\n"
 
     def test_what_is_dirty_or_no_clone_is_refused(
         self, made: Checkout, clone: Path, tmp_path: Path
     ) -> None:
         (clone / "new").touch()
-        said_no(made.run("fork", "--into", clone), 21, "uncommitted", "stash")
-        said_no(made.run("fork", "--into", tmp_path), 2, "no git checkout of vLLM")
+        said_no(made.run("export", "--into", clone), 21, "uncommitted", "stash")
+        said_no(made.run("export", "--into", tmp_path), 2, "no git checkout of vLLM")
 
     def test_and_a_folder_exclude_each_other(self, made: Checkout, tmp_path: Path) -> None:
-        result = made.run("fork", "--into", tmp_path, "--out", tmp_path)
+        result = made.run("export", "--into", tmp_path, "--out", tmp_path)
         assert (result.returncode, "not allowed with" in result.stderr) == (2, True)
 
 

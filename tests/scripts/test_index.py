@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from scripts import index
+from scripts.commands.lock import LockedFile
 from scripts.errors import HashMismatchError, NetworkError, StorageError, UsageError
-from scripts.lock import LockedFile
 from scripts.project import ROOT
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ LOGIN = "reader:s3cret"
 _FETCH = f"""
 import sys
 from scripts import index, terminal
-from scripts.lock import LockedFile
+from scripts.commands.lock import LockedFile
 terminal.entry(lambda: print(index.fetch(LockedFile({NAME!r}, {SHA256!r}))))
 """
 
@@ -103,7 +103,7 @@ class TestFetch:
     def test_cached_file_costs_no_import_of_the_network_code(self, served: LocalIndex) -> None:
         index.fetch(FILE)
         code = (
-            "import sys; from scripts import index; from scripts.lock import LockedFile;"
+            "import sys; from scripts import index; from scripts.commands.lock import LockedFile;"
             f"index.fetch(LockedFile({NAME!r}, {SHA256!r}));"
             "print([n for n in ('unearth', 'ssl', 'rich.progress') if n in sys.modules])"
         )

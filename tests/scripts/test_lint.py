@@ -11,13 +11,16 @@ from pathlib import Path
 
 import pytest
 
-from scripts import lint
+from scripts.commands import lint
 from tests.scripts import checkouts
 from tests.scripts.checkouts import Checkout
 from tests.scripts.repos import write
 
 README = "# Tools\n<!-- matrix, made by a tool -->\nold\n<!-- end of matrix -->\nend\n"
-LINT = "import scripts.lint as lint; lint._code = lambda: []; from scripts.terminal import entry; "
+LINT = (
+    "import scripts.commands.lint as lint; lint._code = lambda: []; "
+    "from scripts.terminal import entry; "
+)
 HOOKED = "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py"
 OVERLAY = {
     "vllm_overlay/distributed/__init__.py": "",

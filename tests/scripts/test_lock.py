@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from scripts.errors import (
-    HashMismatchError,
-    NetworkError,
-    NotLockedError,
-    RegistryError,
-    UnknownReleaseError,
-    UsageError,
-)
-from scripts.lock import (
+from scripts.commands.lock import (
     LOCK,
     LockedFile,
     LockedRelease,
@@ -25,6 +17,14 @@ from scripts.lock import (
     lock,
     locked_release,
     render,
+)
+from scripts.errors import (
+    HashMismatchError,
+    NetworkError,
+    NotLockedError,
+    RegistryError,
+    UnknownReleaseError,
+    UsageError,
 )
 from scripts.project import ROOT, project
 
@@ -227,7 +227,7 @@ class TestLock:
 
     def test_command_line(self, served: LocalIndex) -> None:
         result = subprocess.run(
-            [sys.executable, "-m", "scripts.lock", "nonsense"],
+            [sys.executable, "-m", "scripts.commands.lock", "nonsense"],
             cwd=ROOT,
             text=True,
             capture_output=True,

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commands.pd import Scenario, _enter, _faults, _write_report
 from scripts.errors import NotLockedError
-from scripts.pd import Scenario, _enter, _faults, _write_report
 from scripts.pd_environment import _pinned, _requirements
 from scripts.pd_picture import draw
 from scripts.pytest_run import Outcome
@@ -91,7 +91,7 @@ def test_outcomes_and_figures_are_read_from_what_pytest_logged(tmp_path: Path) -
 def test_a_run_of_one_side_renews_its_entries_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scripts.pd.REPORTS", tmp_path)
+    monkeypatch.setattr("scripts.commands.pd.REPORTS", tmp_path)
     both = {"stock": FAILED, "patched": FAILED}
     other = Scenario("other", (), {"patched": PASSED})
     first = {NODE: Scenario(NODE, ("1",), both), "other": other}

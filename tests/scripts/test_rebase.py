@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commands.lock import load_lock
 from scripts.fixes import Unpatched
-from scripts.lock import load_lock
 from scripts.patch import read_patch
 from scripts.project import read_toml
 from tests.scripts import toys
@@ -239,8 +239,8 @@ def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("tool", "after"),
     [
-        ("rebase", "            _commit(repository, fix.id, texts)\n"),
-        ("rebase", "        state.results.append(result)\n        state.save()\n"),
+        ("commands/rebase", "            _commit(repository, fix.id, texts)\n"),
+        ("commands/rebase", "        state.results.append(result)\n        state.save()\n"),
         ("landing", '    _run("lint")\n'),
         ("landing", "        replace_text(ROOT / name, _read(path))\n"),
         ("landing", "            part.rename(target)\n"),

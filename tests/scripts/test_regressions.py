@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commands.regressions import Outcomes, Verdict, _as_json, _faults
 from scripts.fixes import Registry, Spared, Unpatched
 from scripts.project import ROOT
 from scripts.proofs import of_fix
 from scripts.pytest_run import Outcome, outcomes_of
-from scripts.regressions import Outcomes, Verdict, _as_json, _faults
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"

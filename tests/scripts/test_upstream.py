@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from scripts import upstream as module
+from scripts.commands.lock import LockedFile, LockedRelease
 from scripts.errors import GitError, NotLockedError, UnknownReleaseError
-from scripts.lock import LockedFile, LockedRelease
 from scripts.project import ROOT
 from scripts.upstream import Upstream, upstream
 from tests.scripts.checkouts import sdist_bytes
@@ -160,7 +160,7 @@ _SLOW = """
 import sys
 from pathlib import Path
 from scripts import upstream
-from scripts.lock import LockedFile, LockedRelease
+from scripts.commands.lock import LockedFile, LockedRelease
 folder = Path(sys.argv[1])
 names = ("0.9.1", "0.10.0")
 files = {n: LockedFile(f"vllm-{n}.tar.gz", n.replace(".", "").zfill(64)) for n in names}

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.lock import load_lock
+from scripts.commands.lock import load_lock
 from scripts.project import PATCHES, ROOT
 from tests.scripts import upstream_toys
 from tests.scripts.upstream_toys import UNIT, tree

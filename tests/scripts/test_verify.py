@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts import verify as verify_module
+from scripts.commands import verify as verify_module
+from scripts.commands.lock import LockedFile, LockedRelease
+from scripts.commands.verify import main, stock_wheel, verify, verify_against, verify_record
 from scripts.errors import (
     BrokenWheelError,
     CheckFailedError,
@@ -17,9 +19,7 @@ from scripts.errors import (
     NotLockedError,
     UsageError,
 )
-from scripts.lock import LockedFile, LockedRelease
 from scripts.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
-from scripts.verify import main, stock_wheel, verify, verify_against, verify_record
 from scripts.wheel_reader import WheelReader
 from tests.scripts.wheels import (
     NATIVE,

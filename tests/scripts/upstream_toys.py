@@ -11,7 +11,8 @@ import os
 import sys
 from pathlib import Path
 
-from scripts import forward_tests, upstream_selection, upstream_side, upstream_tests
+from scripts import forward_tests, upstream_selection, upstream_side
+from scripts.commands import upstream_tests
 from scripts.environment import Environment
 from scripts.fixes import Registry, UpstreamTest
 from scripts.forward_tests import ForwardTest

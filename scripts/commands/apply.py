@@ -16,18 +16,18 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.commands.lock import LockedRelease, locked_release
+from scripts.commands.verify import verify_against, verify_record
 from scripts.digest import sha256
 from scripts.errors import KvfixError, TouchedFileDiffersError, UsageError
 from scripts.fixes import Registry, load_registry
 from scripts.index import fetch
-from scripts.lock import LockedRelease, locked_release
 from scripts.patch import Offset, Patch
 from scripts.plan import Plan, plan_wheel
 from scripts.project import DIST, project, supported_release
 from scripts.series import Series, load_series
 from scripts.source import read_source
 from scripts.terminal import entry, out
-from scripts.verify import verify_against, verify_record
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_writer import write_wheel
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from scripts.apply import patched_wheel
+from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.errors import CheckFailedError
 from scripts.project import ROOT, project

@@ -20,15 +20,15 @@ from dataclasses import dataclass, replace
 
 from packaging.version import Version
 
-from scripts.edit import replace_text
+from scripts.commands.edit import replace_text
+from scripts.commands.lock import line_of, load_lock
+from scripts.commands.rebase import Trial, try_all
 from scripts.environment import Environment
 from scripts.fixes import Fix, Registry, Spared, load_registry
-from scripts.lock import line_of, load_lock
 from scripts.overlay import overlay_files
 from scripts.project import REPORTS, ROOT, project
 from scripts.proofs import of_fix
 from scripts.pytest_run import run_pytest
-from scripts.rebase import Trial, try_all
 from scripts.rebase_state import Result
 from scripts.series import load_series
 from scripts.stock import Stock, on_record, verdict

@@ -5,9 +5,9 @@ Each new release is pinned, carried and proven in a clone of this repository at 
 commit, ready to be merged, on branch `carry/<release>`. The verdict goes to the terminal and, for
 machines and for the text of an issue, to `dist/track.json` and `dist/track.md`.
 
-Exit codes of `python -m scripts.track`: 0, nothing to do; 32, releases were carried and every
-branch is ready; 31, a release needs a person, and the verdict has the table; anything else, the
-tool has failed. The session succeeds on 0 and 32.
+Exit codes of `python -m scripts.commands.track`: 0, nothing to do; 32, releases were carried and
+every branch is ready; 31, a release needs a person, and the verdict has the table; anything else,
+the tool has failed. The session succeeds on 0 and 32.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from enum import Enum
 from pathlib import Path
 
 from scripts.atomic import only_process
-from scripts.edit import replace_text
+from scripts.commands.edit import replace_text
+from scripts.commands.lock import DISTRIBUTION, load_lock
 from scripts.errors import CheckFailedError, NeedsPersonError, UsageError
 from scripts.fixes import load_registry
 from scripts.git import Repository, identity
 from scripts.index import published
-from scripts.lock import DISTRIBUTION, load_lock
 from scripts.proc import CommandError, run
 from scripts.project import DIST, ROOT
 from scripts.terminal import entry, err, out
@@ -150,7 +150,7 @@ def _tool(clone: Path, name: str, *words: str) -> tuple[int, str]:
     Raises:
         CommandError: It fails for another reason than that a person is needed.
     """
-    command = [sys.executable, "-m", f"scripts.{name}", *words]
+    command = [sys.executable, "-m", f"scripts.commands.{name}", *words]
     own = {"COLUMNS": "120", "NO_COLOR": "1", "PYTHONPATH": ""}
     result = run(command, cwd=clone, env=own, check=False)
     said = _ESCAPES.sub("", result.stdout + result.stderr).replace(f"{clone}{os.sep}", "")

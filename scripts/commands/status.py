@@ -28,8 +28,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from scripts.apply import patched_wheel
 from scripts.atomic import replacing
+from scripts.commands.apply import patched_wheel
+from scripts.commands.lock import load_lock
 from scripts.environment import Environment
 from scripts.errors import (
     CheckFailedError,
@@ -39,7 +40,6 @@ from scripts.errors import (
     UnknownReleaseError,
 )
 from scripts.fixes import Fix, Registry, load_registry
-from scripts.lock import load_lock
 from scripts.patch import apply_patches
 from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.proofs import Proof, Side, inputs, proofs, record

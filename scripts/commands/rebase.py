@@ -34,12 +34,12 @@ from rich.table import Column, Table
 
 from scripts import landing
 from scripts.atomic import only_process
-from scripts.edit import changed_files
+from scripts.commands.edit import changed_files
+from scripts.commands.lock import locked_release
 from scripts.errors import NeedsPersonError, NoLineError, UsageError
 from scripts.export import DATE, commit_hooks
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.git import Repository
-from scripts.lock import locked_release
 from scripts.project import ROOT
 from scripts.rebase_state import STATE, WORK, Phase, Result, State, load_state
 from scripts.series import Series, load_series, releases_by_line

@@ -27,11 +27,11 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from scripts.apply import patched_wheel
+from scripts.commands.apply import patched_wheel
+from scripts.commands.lock import locked_release
 from scripts.environment import Environment, stage
 from scripts.errors import CheckFailedError, UsageError
 from scripts.fixes import Fix, Registry, load_registry
-from scripts.lock import locked_release
 from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
 from scripts.proofs import inputs, of_fix, record

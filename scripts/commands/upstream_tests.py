@@ -24,12 +24,12 @@ from dataclasses import replace
 from packaging.version import InvalidVersion, Version
 
 from scripts import forward_tests, upstream_forward, upstream_report
-from scripts.apply import patched_wheel
+from scripts.commands.apply import patched_wheel
+from scripts.commands.lock import locked_release
 from scripts.environment import Environment
 from scripts.errors import CheckFailedError, UsageError
 from scripts.fixes import load_registry
 from scripts.forward_tests import ForwardTest, owner
-from scripts.lock import locked_release
 from scripts.project import REPORTS, project
 from scripts.series import Series, load_series
 from scripts.source import release_tree

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Column, Table
 
+from scripts.commands.lock import load_lock, locked_release
 from scripts.digest import sha256
 from scripts.errors import (
     BrokenWheelError,
@@ -25,7 +26,6 @@ from scripts.errors import (
 )
 from scripts.fixes import load_registry
 from scripts.index import fetch
-from scripts.lock import load_lock, locked_release
 from scripts.plan import plan_wheel
 from scripts.project import project, supported_release
 from scripts.sbom import SBOM_PATH, Sbom, read_sbom

@@ -1,6 +1,6 @@
 """`patches/upstream.lock`: the files of every supported release, by name and sha256.
 
-`nox -s lock -- RELEASE...` (`python -m scripts.lock`) compares the file with the user's index and
+`nox -s lock -- RELEASE...` compares the file with the user's index and
 adds what is new. What is pinned is never changed: a file of the same name with another hash stops
 the command, and a file that the index no longer offers stays in the lock.
 

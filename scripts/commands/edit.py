@@ -20,11 +20,11 @@ import tempfile
 from pathlib import Path
 
 from scripts.atomic import replacing
+from scripts.commands.lock import locked_release
 from scripts.errors import UsageError
 from scripts.export import DATE, commit_hooks, patch_text, release_repository
 from scripts.fixes import load_registry
 from scripts.git import Repository
-from scripts.lock import locked_release
 from scripts.matrix import documents
 from scripts.project import PATCHES, ROOT, supported_release
 from scripts.series import load_series, patch_names, releases_by_line, series_file
