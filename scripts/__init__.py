@@ -5,6 +5,6 @@ import sys
 
 if sys.argv[:1] == ["-m"]:
     # `python -m scripts.commands.apply` imports this before anything else. Until
-    # `scripts.terminal.entry` takes over there is nothing to clean up, and Ctrl-C ends the
+    # `scripts.system.console.entry` takes over there is nothing to clean up, and Ctrl-C ends the
     # process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.commands.lock import locked_release
-from scripts.errors import CheckFailedError, UsageError
 from scripts.index import fetch
 from scripts.project import PATCHES, ROOT
 from scripts.series import patch_names
-from scripts.terminal import err
+from scripts.system.console import err
+from scripts.system.errors import CheckFailedError, UsageError
 
 
 @dataclass(frozen=True)

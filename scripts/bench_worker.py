@@ -19,11 +19,11 @@ from pathlib import Path
 
 from scripts.commands.lock import locked_release
 from scripts.environment import Environment, stage
-from scripts.errors import CheckFailedError
-from scripts.proc import run
 from scripts.project import ROOT
 from scripts.series import load_series
-from scripts.terminal import err
+from scripts.system.console import err
+from scripts.system.errors import CheckFailedError
+from scripts.system.process import run
 
 _PAIRS = 5
 _CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]

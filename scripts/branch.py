@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.errors import TouchedFileDiffersError
 from scripts.fixes import Registry
-from scripts.git import Repository
 from scripts.overlay import overlay_files, provenance, stamp
 from scripts.patch import Offset, Patch, apply_patches
+from scripts.system.errors import TouchedFileDiffersError
+from scripts.system.git import Repository
 
 
 def branch_name(release: str, fix_id: str = "") -> str:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from scripts.git import Repository
 from scripts.overlay import PACKAGE
+from scripts.system.git import Repository
 
 
 class Closure:

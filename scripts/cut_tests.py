@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path, PurePosixPath
 
-from scripts.errors import RegistryError
+from scripts.system.errors import RegistryError
 
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 MODULES = {

@@ -18,14 +18,14 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 
 from scripts.commands.lock import locked_release
-from scripts.errors import UsageError
 from scripts.index import fetch
 from scripts.overlay import PACKAGE, overlay_files, stamp_all
 from scripts.patch import Patch, apply_patches
-from scripts.proc import run
 from scripts.project import ROOT, read_toml
 from scripts.source import read_source
-from scripts.terminal import err
+from scripts.system.console import err
+from scripts.system.errors import UsageError
+from scripts.system.process import run
 
 _STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
 

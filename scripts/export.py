@@ -12,9 +12,9 @@ from functools import partial
 from pathlib import Path
 
 from scripts.fixes import Registry
-from scripts.git import Repository, identity
 from scripts.patch import Patch, apply_patches
 from scripts.source import release_tree
+from scripts.system.git import Repository, identity
 
 DATE = "2026-01-01T00:00:00+00:00"  # a patch carries no clock
 

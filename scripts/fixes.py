@@ -17,8 +17,8 @@ from typing import Any, get_args, get_type_hints
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from scripts.errors import RegistryError
 from scripts.project import PATCHES, read_toml
+from scripts.system.errors import RegistryError
 
 REGISTRY = PATCHES / "fixes.toml"
 WIRE = ("none", "compatible: ", "breaks: ")

@@ -25,9 +25,8 @@ from packaging.utils import (
 )
 from packaging.version import Version
 
-from scripts.atomic import only_process, replacing
-from scripts.digest import sha256
-from scripts.errors import HashMismatchError, NetworkError, StorageError, UsageError
+from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
+from scripts.system.files import only_process, replacing, sha256
 
 if TYPE_CHECKING:
     import ssl
@@ -261,7 +260,7 @@ class _Sources:
         Raises:
             NetworkError: The server cannot be reached, refuses, or stops half-way.
         """
-        from scripts.terminal import progress
+        from scripts.system.console import progress
 
         digest = hashlib.sha256()
         with ExitStack() as stack:
@@ -410,6 +409,6 @@ def _reason(error: Exception) -> str:
 
 
 def _warn(text: str) -> None:
-    from scripts.terminal import err
+    from scripts.system.console import err
 
     err.print(f"warning: {text}", markup=False)

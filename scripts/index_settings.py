@@ -33,8 +33,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from scripts.errors import UsageError
 from scripts.project import read_toml
+from scripts.system.errors import UsageError
 
 _DEFAULT_TIMEOUT = 15.0  # seconds; pip's own
 

@@ -19,17 +19,17 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.commands.edit import replace_text
 from scripts.commands.lock import load_lock, locked_release, render
-from scripts.errors import CheckFailedError, UsageError
 from scripts.export import DATE, patch_text
 from scripts.fixes import Fix, Registry, load_registry
-from scripts.git import Repository
-from scripts.proc import run
 from scripts.project import PATCHES, ROOT, project
 from scripts.rebase_state import WORK, State
 from scripts.series import Series, releases_by_line
-from scripts.terminal import err, out
+from scripts.system.console import err, out
+from scripts.system.errors import CheckFailedError, UsageError
+from scripts.system.files import replace_text
+from scripts.system.git import Repository
+from scripts.system.process import run
 from scripts.threeway import Status
 
 CHECKOUT = WORK / "checkout"

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from scripts.terminal import entry, out
+from scripts.system.console import entry, out
 
 _REVISION = "0" * 40  # the folder of the only snapshot; a hub would have a commit there
 _BOS, _EOS = "<s>", "</s>"

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
 
-from scripts.errors import GitError
-from scripts.git import Repository
+from scripts.system.errors import GitError
+from scripts.system.git import Repository
 
 _SIMILAR = 0.5  # below it, what is alike is mostly what all code shares
 _COMMON = 20  # modules that define a name

@@ -21,7 +21,7 @@ from unidiff.patch import Hunk as ParsedHunk
 from unidiff.patch import Line as ParsedLine
 from unidiff.patch import PatchSet
 
-from scripts.errors import PatchDoesNotApplyError, RegistryError
+from scripts.system.errors import PatchDoesNotApplyError, RegistryError
 
 _TRAILER = re.compile(r"(?P<key>[A-Z][\w-]*): (?P<value>.+)")
 _COMMIT = re.compile(r"^From [0-9a-f]{40,64} ", re.MULTILINE)

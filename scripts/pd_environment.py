@@ -19,13 +19,13 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from scripts.commands.lock import LockedFile
-from scripts.digest import sha256
 from scripts.environment import installer, make_venv, needs
-from scripts.errors import NotLockedError
 from scripts.index import fetch
-from scripts.proc import run
 from scripts.project import ROOT, read_toml
-from scripts.terminal import err
+from scripts.system.console import err
+from scripts.system.errors import NotLockedError
+from scripts.system.files import sha256
+from scripts.system.process import run
 from scripts.wheel_reader import WheelReader
 
 SIDES = ("stock", "patched")

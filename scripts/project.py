@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from scripts.errors import UnknownReleaseError
+from scripts.system.errors import UnknownReleaseError
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -11,8 +11,8 @@ from subprocess import CompletedProcess
 from typing import Any
 
 from scripts.environment import Environment, stage
-from scripts.proc import run
 from scripts.project import ROOT
+from scripts.system.process import run
 
 PLUGIN = "tests.vllm_cpu"
 _OURS = ("tests/", ".work/stage/tests/")  # a test file, and what it imports: `environment.stage`

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from scripts.commands.edit import replace_text
-from scripts.errors import UsageError
 from scripts.project import ROOT
 from scripts.stock import Stock
+from scripts.system.errors import UsageError
+from scripts.system.files import replace_text
 from scripts.threeway import Status
 
 WORK = ROOT / ".work" / "rebase"

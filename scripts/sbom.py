@@ -14,8 +14,8 @@ from typing import Any, Literal
 
 from packaging.utils import canonicalize_name
 
-from scripts.errors import BrokenWheelError
 from scripts.project import OVERLAY
+from scripts.system.errors import BrokenWheelError
 
 SBOM_PATH = "sboms/kvfix.cdx.json"  # within the metadata folder
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.commands.lock import load_lock
-from scripts.errors import NoLineError, RegistryError
 from scripts.fixes import Registry
 from scripts.patch import Patch, read_patch
 from scripts.project import PATCHES, project
+from scripts.system.errors import NoLineError, RegistryError
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from functools import cache
 from pathlib import Path
 
 from scripts.commands.lock import locked_release
-from scripts.errors import RegistryError
 from scripts.index import cache_folder, fetch
+from scripts.system.errors import RegistryError
 
 
 @cache

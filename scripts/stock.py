@@ -13,7 +13,7 @@ from scripts.environment import Environment
 from scripts.fixes import Fix
 from scripts.proofs import inputs, proofs, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
-from scripts.terminal import err
+from scripts.system.console import err
 
 
 class Stock(Enum):

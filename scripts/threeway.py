@@ -14,10 +14,10 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 
-from scripts.errors import PatchDoesNotApplyError
-from scripts.git import Repository
 from scripts.moved import Place, definition_at, definitions, where_it_went
 from scripts.patch import Hunk, Patch, apply_patches
+from scripts.system.errors import PatchDoesNotApplyError
+from scripts.system.git import Repository
 
 _DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

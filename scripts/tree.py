@@ -8,17 +8,12 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.branch import commit_fixes
-from scripts.errors import (
-    AlreadyPatchedError,
-    DirtyTreeError,
-    UsageError,
-    WrongReleaseError,
-)
 from scripts.fixes import Registry
-from scripts.git import Repository
 from scripts.overlay import PACKAGE
 from scripts.patch import Offset, Patch
 from scripts.project import project
+from scripts.system.errors import AlreadyPatchedError, DirtyTreeError, UsageError, WrongReleaseError
+from scripts.system.git import Repository
 
 
 def apply_to_tree(

@@ -10,9 +10,9 @@ from xml.etree import ElementTree as Xml
 
 from rich.table import Table
 
-from scripts.atomic import replacing
 from scripts.project import project
 from scripts.pytest_run import Outcome
+from scripts.system.files import replacing
 from scripts.upstream_compare import Change, is_named, reason, said
 from scripts.upstream_side import Outcomes, Side
 

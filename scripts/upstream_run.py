@@ -12,7 +12,7 @@ from functools import partial
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from scripts.pytest_run import Outcome
-from scripts.terminal import err
+from scripts.system.console import err
 from scripts.upstream_side import Job, Outcomes, Side
 
 _AT_A_TIME = max(1, min(4, os.cpu_count() or 1))  # a process takes 1.5 GB

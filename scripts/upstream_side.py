@@ -24,15 +24,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.atomic import replacing
-from scripts.digest import sha256
 from scripts.environment import Environment
-from scripts.errors import CheckFailedError, UsageError
 from scripts.model_cache import write_models
-from scripts.proc import CommandError, run
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
 from scripts.source import release_tree
+from scripts.system.errors import CheckFailedError, CommandError, UsageError
+from scripts.system.files import replacing, sha256
+from scripts.system.process import run
 
 WORK = ROOT / ".work" / "upstream"
 PLUGIN = ROOT / "tests" / "vllm_cpu.py"

@@ -17,13 +17,13 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-from scripts.errors import (
+from scripts.project import OVERLAY
+from scripts.system.errors import (
     AlreadyPatchedError,
     BrokenWheelError,
     UsageError,
     WrongReleaseError,
 )
-from scripts.project import OVERLAY
 from scripts.wheel_version import WheelName, is_patched, metadata_header
 from scripts.zip_layout import (
     LOCAL_HEADER,

@@ -8,7 +8,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping
 
-from scripts.errors import BrokenWheelError
+from scripts.system.errors import BrokenWheelError
 from scripts.wheel_reader import RecordRow, WheelReader
 
 # The format forbids md5 and sha1, and the rest of hashlib is not what installers have in common.

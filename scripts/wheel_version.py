@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
 from packaging.version import InvalidVersion, Version
 
-from scripts.errors import AlreadyPatchedError, BrokenWheelError
+from scripts.system.errors import AlreadyPatchedError, BrokenWheelError
 
 MARK = "kvfix"
 VERSION_MODULE = "vllm/_version.py"

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import BinaryIO
 from zipfile import ZipInfo
 
-from scripts.atomic import replacing
-from scripts.errors import CheckFailedError
+from scripts.system.errors import CheckFailedError
+from scripts.system.files import replacing
 from scripts.wheel_reader import SIGNATURES, WheelReader
 from scripts.wheel_record import record_row, record_text, verify_record
 from scripts.zip_layout import Member, central_directory, renamed_local_header, stored_member

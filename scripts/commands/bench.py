@@ -15,9 +15,9 @@ from rich.table import Table
 
 from scripts.bench_apply import ApplyReport, measure_apply
 from scripts.bench_worker import WorkerReport, measure_worker
-from scripts.errors import CheckFailedError, UsageError
 from scripts.project import REPORTS, project
-from scripts.terminal import entry, out
+from scripts.system.console import entry, out
+from scripts.system.errors import CheckFailedError, UsageError
 
 
 def main() -> None:

@@ -19,16 +19,16 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from scripts.atomic import replacing
 from scripts.commands.lock import locked_release
-from scripts.errors import UsageError
 from scripts.export import DATE, commit_hooks, patch_text, release_repository
 from scripts.fixes import load_registry
-from scripts.git import Repository
 from scripts.matrix import documents
 from scripts.project import PATCHES, ROOT, supported_release
 from scripts.series import load_series, patch_names, releases_by_line, series_file
-from scripts.terminal import entry, out
+from scripts.system.console import entry, out
+from scripts.system.errors import UsageError
+from scripts.system.files import replace_text
+from scripts.system.git import Repository
 
 WORKTREE = ROOT / ".work" / "edit"
 _STATE = WORKTREE / ".git" / "kvfix.json"
@@ -164,15 +164,6 @@ def export_one(repository: Repository, parent: str, files: dict[str, bytes], fix
     message = registry.message(registry.fixes[fix_id])
     commit = repository.commit(parent, files, message, author=registry.author, date=DATE)
     return patch_text(repository, commit)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write `text` to `path` in one step; a file that says the same is left alone."""
-    if path.is_file() and path.read_text(encoding="utf-8") == text:
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as file:
-        file.write(text.encode())
 
 
 if __name__ == "__main__":

@@ -23,15 +23,15 @@ from scripts.branch import branch_name, commit_fixes
 from scripts.closure import Closure
 from scripts.commands.apply import tell
 from scripts.commands.lock import locked_release
-from scripts.errors import CheckFailedError, UsageError
 from scripts.export import patch_text, release_repository
 from scripts.fixes import Registry, load_registry
 from scripts.fork_proof import prove_export
-from scripts.git import Repository
 from scripts.patch import Patch
 from scripts.project import DIST, project, supported_release
 from scripts.series import load_series
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError, UsageError
+from scripts.system.git import Repository
 from scripts.tree import apply_to_tree
 
 

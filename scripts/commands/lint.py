@@ -26,18 +26,18 @@ from pathlib import Path
 from rich.table import Table
 
 from scripts import forward_tests
-from scripts.errors import CheckFailedError, KvfixError
 from scripts.export import commit_hooks, patch_text, release_repository
 from scripts.fixes import Registry, load_registry
 from scripts.hooks import logic_in_hooks
 from scripts.matrix import documents
 from scripts.overlay import overlay_files, stamp_all
 from scripts.patch import apply_patches
-from scripts.proc import run
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT
 from scripts.series import Series, listed_patch, load_series, patch_names, releases_by_line
 from scripts.source import read_source
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError, KvfixError
+from scripts.system.process import run
 from scripts.typecheck import typecheck
 
 _PYTHON = ("scripts", "vllm_overlay", "tests", "noxfile.py")

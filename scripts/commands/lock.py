@@ -26,16 +26,16 @@ from packaging.utils import (
 from packaging.version import InvalidVersion, Version
 
 from scripts import index
-from scripts.atomic import replacing
-from scripts.errors import (
+from scripts.project import PATCHES, project, read_toml
+from scripts.system.console import entry, out
+from scripts.system.errors import (
     HashMismatchError,
     NotLockedError,
     RegistryError,
     UnknownReleaseError,
     UsageError,
 )
-from scripts.project import PATCHES, project, read_toml
-from scripts.terminal import entry, out
+from scripts.system.files import replacing
 
 DISTRIBUTION = "vllm"
 LOCK = PATCHES / "upstream.lock"

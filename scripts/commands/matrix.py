@@ -11,7 +11,7 @@ import json
 from packaging.version import Version
 
 from scripts.project import project
-from scripts.terminal import entry
+from scripts.system.console import entry
 
 PYTHONS = ("3.10", "3.12", "3.13")  # of those that vLLM's wheels and kvfix support
 _ONE = "3.12"

@@ -27,14 +27,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from scripts.environment import stage
-from scripts.errors import CheckFailedError
 from scripts.fixes import Registry, load_registry
 from scripts.pd_environment import SIDES, PdEnvironment
 from scripts.pd_picture import draw
-from scripts.proc import run
 from scripts.project import REPORTS, ROOT, project, supported_release
 from scripts.pytest_run import WHOLE_RUN, Outcome, outcomes_of
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError
+from scripts.system.process import run
 
 _TEST_S = 1800  # for one test, with the servers that it may have to bring back
 _SIDE_S = 3 * 3600

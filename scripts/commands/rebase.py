@@ -33,18 +33,18 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from scripts import landing
-from scripts.atomic import only_process
 from scripts.commands.edit import changed_files
 from scripts.commands.lock import locked_release
-from scripts.errors import NeedsPersonError, NoLineError, UsageError
 from scripts.export import DATE, commit_hooks
 from scripts.fixes import Fix, Registry, load_registry
-from scripts.git import Repository
 from scripts.project import ROOT
 from scripts.rebase_state import STATE, WORK, Phase, Result, State, load_state
 from scripts.series import Series, load_series, releases_by_line
 from scripts.stock import Stock, ask_stock, on_record
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import NeedsPersonError, NoLineError, UsageError
+from scripts.system.files import only_process
+from scripts.system.git import Repository
 from scripts.threeway import Carried, How, Source, Status, carry
 from scripts.upstream import Upstream, upstream
 

@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from packaging.version import Version
 
-from scripts.commands.edit import replace_text
 from scripts.commands.lock import line_of, load_lock
 from scripts.commands.rebase import Trial, try_all
 from scripts.environment import Environment
@@ -32,7 +31,8 @@ from scripts.pytest_run import run_pytest
 from scripts.rebase_state import Result
 from scripts.series import load_series
 from scripts.stock import Stock, on_record, verdict
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.files import replace_text
 from scripts.threeway import Status
 from scripts.upstream import upstream
 

@@ -10,10 +10,10 @@ import sys
 
 from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
-from scripts.errors import CheckFailedError
 from scripts.project import ROOT, project, supported_release
 from scripts.pytest_run import start_pytest
-from scripts.terminal import entry, err
+from scripts.system.console import entry, err
+from scripts.system.errors import CheckFailedError
 
 _TESTS = ROOT / "tests" / "soak" / "test_receive.py"
 _SIDES = {

@@ -28,17 +28,9 @@ from typing import Any
 
 from packaging.version import Version
 
-from scripts.atomic import replacing
 from scripts.commands.apply import patched_wheel
 from scripts.commands.lock import load_lock
 from scripts.environment import Environment
-from scripts.errors import (
-    CheckFailedError,
-    KvfixError,
-    PatchDoesNotApplyError,
-    RegistryError,
-    UnknownReleaseError,
-)
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.patch import apply_patches
 from scripts.project import PATCHES, REPORTS, ROOT
@@ -48,7 +40,15 @@ from scripts.series import Series, load_series, releases_by_line
 from scripts.source import read_source
 from scripts.status_page import as_html, as_markdown
 from scripts.stock import Stock, verdict
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import (
+    CheckFailedError,
+    KvfixError,
+    PatchDoesNotApplyError,
+    RegistryError,
+    UnknownReleaseError,
+)
+from scripts.system.files import replacing
 
 REPORT = REPORTS / "status.json"
 PAGES = {ROOT / "docs" / "status.md": as_markdown, ROOT / "docs" / "status.html": as_html}

@@ -9,10 +9,10 @@ import sys
 
 from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
-from scripts.errors import CheckFailedError
 from scripts.project import ROOT, project
 from scripts.pytest_run import start_pytest
-from scripts.terminal import entry
+from scripts.system.console import entry
+from scripts.system.errors import CheckFailedError
 
 
 def main() -> None:

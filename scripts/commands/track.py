@@ -22,16 +22,15 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from scripts.atomic import only_process
-from scripts.commands.edit import replace_text
 from scripts.commands.lock import DISTRIBUTION, load_lock
-from scripts.errors import CheckFailedError, NeedsPersonError, UsageError
 from scripts.fixes import load_registry
-from scripts.git import Repository, identity
 from scripts.index import published
-from scripts.proc import CommandError, run
 from scripts.project import DIST, ROOT
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError, CommandError, NeedsPersonError, UsageError
+from scripts.system.files import only_process, replace_text
+from scripts.system.git import Repository, identity
+from scripts.system.process import run
 
 CARRIED_EXIT = 32
 _WORK = ROOT / ".work" / "track"

@@ -16,21 +16,21 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from scripts.commands.lock import load_lock, locked_release
-from scripts.digest import sha256
-from scripts.errors import (
-    BrokenWheelError,
-    CheckFailedError,
-    HashMismatchError,
-    NotLockedError,
-    UsageError,
-)
 from scripts.fixes import load_registry
 from scripts.index import fetch
 from scripts.plan import plan_wheel
 from scripts.project import project, supported_release
 from scripts.sbom import SBOM_PATH, Sbom, read_sbom
 from scripts.series import load_series
-from scripts.terminal import entry, err, out
+from scripts.system.console import entry, err, out
+from scripts.system.errors import (
+    BrokenWheelError,
+    CheckFailedError,
+    HashMismatchError,
+    NotLockedError,
+    UsageError,
+)
+from scripts.system.files import sha256
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_record import verify_record as verify_record
 from scripts.wheel_version import dist_info_folder, is_patched, patched_version

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import pytest
 
 from scripts.commands.lock import locked_release
-from scripts.errors import KvfixError
 from scripts.project import ROOT, project
 from scripts.series import load_series
 from scripts.source import read_source
+from scripts.system.errors import KvfixError
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import NATIVE, Checkout, wheel_bytes, wheel_name
 from tests.scripts.repos import git
@@ -581,7 +581,7 @@ class TestInterruption:
 
 
 def test_every_kind_of_failure_has_an_exit_code_of_its_own() -> None:
-    import scripts.proc  # noqa: F401  (one of them lives there)
+    import scripts.system.process  # noqa: F401  (one of them lives there)
 
     kinds: list[type[KvfixError]] = [KvfixError, *KvfixError.__subclasses__()]
     codes = [kind.exit_code for kind in kinds]

@@ -29,7 +29,7 @@ tool, kills, look, reset, writing, *words = sys.argv[1:]
 random.seed(20)
 sys.argv = [tool, *words]
 main = importlib.import_module(f"scripts.commands.{tool}").main
-from scripts.terminal import entry
+from scripts.system.console import entry
 
 def start():
     child = os.fork()

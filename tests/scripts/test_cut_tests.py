@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.cut_tests import MODULES, Cut, Wanted
-from scripts.errors import RegistryError
+from scripts.system.errors import RegistryError
 from tests.scripts.repos import write
 
 WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 from scripts import environment
 from scripts.commands.lock import load_lock
 from scripts.environment import Environment, needs
-from scripts.errors import UsageError
+from scripts.system.errors import UsageError
 
 
 @pytest.mark.parametrize("release", load_lock())

@@ -5,13 +5,13 @@ from pathlib import Path
 import pytest
 
 from scripts import export
-from scripts.errors import PatchDoesNotApplyError
 from scripts.export import commit_hooks, patch_text, release_repository
-from scripts.git import Repository
 from scripts.patch import Patch, read_patch
+from scripts.system.errors import PatchDoesNotApplyError
+from scripts.system.git import Repository
 from tests.scripts import toys
 from tests.scripts.repos import git, write
-from tests.scripts.test_git import hostile as hostile  # a fixture
+from tests.scripts.system.test_git import hostile as hostile  # a fixture
 
 
 @pytest.fixture(autouse=True)

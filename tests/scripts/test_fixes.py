@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.errors import RegistryError
 from scripts.fixes import Fix, load_registry
 from scripts.patch import read_patch
+from scripts.system.errors import RegistryError
 from tests.scripts import toys
 from tests.scripts.repos import commit, git, mbox
 

@@ -17,8 +17,8 @@ from scripts.source import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
 from tests.scripts.repos import commit, git
+from tests.scripts.system.test_git import hostile as hostile  # a fixture
 from tests.scripts.test_apply import said_no
-from tests.scripts.test_git import hostile as hostile  # a fixture
 
 BRANCH = "kvfix/v0.20.2"
 HOOK = f"{toys.HOOK.replace('.', '/')}.py"

@@ -15,8 +15,8 @@ import pytest
 
 from scripts import index
 from scripts.commands.lock import LockedFile
-from scripts.errors import HashMismatchError, NetworkError, StorageError, UsageError
 from scripts.project import ROOT
+from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
 
 if TYPE_CHECKING:
     from tests.scripts.conftest import LocalIndex

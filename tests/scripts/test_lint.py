@@ -19,7 +19,7 @@ from tests.scripts.repos import write
 README = "# Tools\n<!-- matrix, made by a tool -->\nold\n<!-- end of matrix -->\nend\n"
 LINT = (
     "import scripts.commands.lint as lint; lint._code = lambda: []; "
-    "from scripts.terminal import entry; "
+    "from scripts.system.console import entry; "
 )
 HOOKED = "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py"
 OVERLAY = {

@@ -18,7 +18,8 @@ from scripts.commands.lock import (
     locked_release,
     render,
 )
-from scripts.errors import (
+from scripts.project import ROOT, project
+from scripts.system.errors import (
     HashMismatchError,
     NetworkError,
     NotLockedError,
@@ -26,7 +27,6 @@ from scripts.errors import (
     UnknownReleaseError,
     UsageError,
 )
-from scripts.project import ROOT, project
 
 if TYPE_CHECKING:
     from tests.scripts.conftest import LocalIndex

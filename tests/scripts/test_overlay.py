@@ -20,9 +20,9 @@ from scripts.overlay import (
     stamp_all,
 )
 from scripts.patch import Patch, apply_patches
-from scripts.proc import run
 from scripts.project import OVERLAY, ROOT
 from scripts.series import load_series, releases_by_line
+from scripts.system.process import run
 from tests.scripts import toys
 from tests.scripts.repos import write
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.errors import UnknownReleaseError
 from scripts.project import project, supported_release
+from scripts.system.errors import UnknownReleaseError
 
 
 @pytest.mark.parametrize("release", project().releases)

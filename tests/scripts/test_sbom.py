@@ -10,9 +10,9 @@ import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
-from scripts.errors import BrokenWheelError
 from scripts.project import ROOT
 from scripts.sbom import Sbom, SbomFix, build_sbom, read_sbom
+from scripts.system.errors import BrokenWheelError
 
 FIXES = (
     SbomFix(

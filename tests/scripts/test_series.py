@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from scripts import series as series_module
-from scripts.errors import NoLineError, RegistryError
 from scripts.fixes import load_registry
 from scripts.project import project
 from scripts.series import Series, load_series, patch_names, releases_by_line
+from scripts.system.errors import NoLineError, RegistryError
 from tests.scripts import toys
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.errors import (
+from scripts.patch import Offset
+from scripts.system.errors import (
     AlreadyPatchedError,
     DirtyTreeError,
     GitError,
@@ -16,12 +17,11 @@ from scripts.errors import (
     UsageError,
     WrongReleaseError,
 )
-from scripts.patch import Offset
-from scripts.proc import run
+from scripts.system.process import run
 from scripts.tree import apply_to_tree
 from tests.scripts import toys
 from tests.scripts.repos import commit, git, write
-from tests.scripts.test_git import hostile as hostile  # a fixture
+from tests.scripts.system.test_git import hostile as hostile  # a fixture
 
 BRANCH = "kvfix/v0.20.2"
 

@@ -13,8 +13,8 @@ import pytest
 
 from scripts import upstream as module
 from scripts.commands.lock import LockedFile, LockedRelease
-from scripts.errors import GitError, NotLockedError, UnknownReleaseError
 from scripts.project import ROOT
+from scripts.system.errors import GitError, NotLockedError, UnknownReleaseError
 from scripts.upstream import Upstream, upstream
 from tests.scripts.checkouts import sdist_bytes
 from tests.scripts.repos import commit, git

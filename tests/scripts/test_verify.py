@@ -12,14 +12,14 @@ import pytest
 from scripts.commands import verify as verify_module
 from scripts.commands.lock import LockedFile, LockedRelease
 from scripts.commands.verify import main, stock_wheel, verify, verify_against, verify_record
-from scripts.errors import (
+from scripts.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
+from scripts.system.errors import (
     BrokenWheelError,
     CheckFailedError,
     HashMismatchError,
     NotLockedError,
     UsageError,
 )
-from scripts.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
 from scripts.wheel_reader import WheelReader
 from tests.scripts.wheels import (
     NATIVE,

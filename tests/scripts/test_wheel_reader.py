@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scripts.errors import (
+from scripts.system.errors import (
     AlreadyPatchedError,
     BrokenWheelError,
     UsageError,

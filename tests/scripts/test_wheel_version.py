@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from packaging.version import Version
 
-from scripts.errors import AlreadyPatchedError, BrokenWheelError
+from scripts.system.errors import AlreadyPatchedError, BrokenWheelError
 from scripts.wheel_version import (
     WheelName,
     dist_info_folder,

@@ -19,8 +19,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from scripts import wheel_writer
-from scripts.errors import CheckFailedError
 from scripts.project import ROOT
+from scripts.system.errors import CheckFailedError
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_writer import write_wheel
 from tests.scripts.wheels import (

@@ -16,7 +16,7 @@ from scripts.commands import upstream_tests
 from scripts.environment import Environment
 from scripts.fixes import Registry, UpstreamTest
 from scripts.forward_tests import ForwardTest
-from scripts.terminal import entry
+from scripts.system.console import entry
 from tests.scripts import toys, wheels
 
 RELEASE = "0.20.2"

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.errors import GitError
 from scripts.export import patch_text
-from scripts.git import Repository
+from scripts.system.errors import GitError
+from scripts.system.git import Repository
 from tests.scripts.repos import commit, git
 
 AUTHOR = "A Person <a@example.org>"

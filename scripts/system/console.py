@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from scripts.errors import KvfixError, StorageError
+from scripts.system.errors import KvfixError, StorageError
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)

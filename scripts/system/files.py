@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import fcntl
 import glob
+import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from scripts.terminal import err
+from scripts.system.console import err
 
 _MODE = 0o644  # said outright, so that the result does not depend on the caller's umask
 
@@ -88,3 +89,33 @@ def _fsync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+_CHUNK = 1 << 20  # bytes; from here on a bigger buffer no longer makes hashing faster
+
+
+def sha256(path: Path, on_progress: Callable[[int], None] | None = None) -> str:
+    """Return the sha256 of the file at `path` as 64 lower-case hexadecimal digits.
+
+    Args:
+        path: The file.
+        on_progress: Called after each piece with its length in bytes.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK))
+    # Unbuffered: the pieces are large already, a second copy of each would only cost time.
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if on_progress is not None:
+                on_progress(count)
+    return digest.hexdigest()
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step; a file that says the same is left alone."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())

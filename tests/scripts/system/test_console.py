@@ -10,9 +10,9 @@ from typing import NoReturn
 import pytest
 from rich.console import Console
 
-from scripts import terminal
-from scripts.errors import KvfixError, PatchDoesNotApplyError, StorageError
-from scripts.terminal import entry, progress, storage_error
+from scripts.system import console
+from scripts.system.console import entry, progress, storage_error
+from scripts.system.errors import KvfixError, PatchDoesNotApplyError, StorageError
 
 
 @pytest.fixture(autouse=True)
@@ -102,7 +102,7 @@ def test_progress_is_for_terminals(
         advance(50)
     assert capsys.readouterr() == ("", "")
     screen = io.StringIO()
-    monkeypatch.setattr(terminal, "err", Console(file=screen, force_terminal=True, width=80))
+    monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=80))
     with progress("file.whl", 100) as advance:
         advance(50)
     assert "file.whl" in screen.getvalue()

@@ -1,7 +1,7 @@
 """One class and one exit code for each way in which a command can fail.
 
 Each error says three things: what was found, what was expected, and what to type next.
-`scripts.terminal.entry` prints them and exits with `exit_code`; a traceback is a bug.
+`scripts.system.console.entry` prints them and exits with `exit_code`; a traceback is a bug.
 """
 
 from __future__ import annotations
@@ -121,3 +121,9 @@ class NeedsPersonError(KvfixError):
     """A fix cannot be carried by text alone: resolve it in the worktree that is named."""
 
     exit_code = 31
+
+
+class CommandError(KvfixError):
+    """A program that the tools started has failed: its own words are in the message."""
+
+    exit_code = 24

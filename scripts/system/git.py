@@ -17,7 +17,7 @@ from typing import IO, Any
 from git.cmd import Git
 from git.exc import GitCommandError, GitCommandNotFound
 
-from scripts.errors import GitError
+from scripts.system.errors import GitError
 
 _PINNED = {
     "commit.gpgSign": "false",

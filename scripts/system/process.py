@@ -7,13 +7,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from scripts.errors import KvfixError
-
-
-class CommandError(KvfixError):
-    """A program that the tools started has failed: its own words are in the message."""
-
-    exit_code = 24
+from scripts.system.errors import CommandError
 
 
 def run(

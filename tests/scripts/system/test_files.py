@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import resource
 import signal
@@ -13,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from scripts.atomic import replacing
 from scripts.project import ROOT
+from scripts.system.files import replacing, sha256
 
 _WRITER = """
 import sys
 from pathlib import Path
-from scripts.atomic import replacing
+from scripts.system.files import replacing
 with replacing(Path(sys.argv[1])) as file:
     file.write(b"half")
     file.flush()
@@ -172,3 +173,14 @@ def test_a_read_only_folder_is_an_error_that_names_it(unprivileged_folder: Path)
     assert str(unprivileged_folder) in str(caught.value.filename)
     assert target.read_bytes() == b"old"
     assert list(unprivileged_folder.iterdir()) == [target]
+
+
+@pytest.mark.parametrize("size", [0, 1, (1 << 20) - 1, 1 << 20, (1 << 21) + 7])
+def test_is_the_hash_of_the_whole_file(tmp_path: Path, size: int) -> None:
+    content = bytes(index % 251 for index in range(size))
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    pieces: list[int] = []
+    assert sha256(path, pieces.append) == hashlib.sha256(content).hexdigest()
+    assert sum(pieces) == size
+    assert all(0 < piece <= 1 << 20 for piece in pieces)
