@@ -24,12 +24,12 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.commands.lock import locked_release
-from scripts.index import fetch
 from scripts.project import PATCHES, ROOT
 from scripts.series import patch_names
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import locked_release
 
 
 @dataclass(frozen=True)

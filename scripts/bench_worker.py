@@ -17,13 +17,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.commands.lock import locked_release
 from scripts.environment import Environment, stage
 from scripts.project import ROOT
 from scripts.series import load_series
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
+from scripts.upstream.lock import locked_release
 
 _PAIRS = 5
 _CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]

@@ -17,15 +17,15 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from scripts.commands.lock import locked_release
-from scripts.index import fetch
 from scripts.overlay import PACKAGE, overlay_files, stamp_all
 from scripts.patch import Patch, apply_patches
 from scripts.project import ROOT, read_toml
-from scripts.source import read_source
 from scripts.system.console import err
 from scripts.system.errors import UsageError
 from scripts.system.process import run
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import locked_release
+from scripts.upstream.tree import read_source
 
 _STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from scripts.fixes import Registry
 from scripts.patch import Patch, apply_patches
-from scripts.source import release_tree
 from scripts.system.git import Repository, identity
+from scripts.upstream.tree import release_tree
 
 DATE = "2026-01-01T00:00:00+00:00"  # a patch carries no clock
 

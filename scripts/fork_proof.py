@@ -20,22 +20,22 @@ from typing import Any
 
 from scripts.branch import branch_name, commit_fixes
 from scripts.commands.apply import patched_wheel
-from scripts.commands.lock import locked_release
 from scripts.environment import Environment
 from scripts.export import release_repository
 from scripts.fixes import Fix, Registry
-from scripts.index import fetch
 from scripts.overlay import PACKAGE
 from scripts.patch import Patch
 from scripts.project import REPORTS, ROOT, project
 from scripts.proofs import of_fix, tests_hash
 from scripts.pytest_run import Outcome, is_of, run_pytest
-from scripts.source import release_tree
 from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.system.git import Repository, identity
 from scripts.system.process import run
 from scripts.tree import apply_to_tree
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import locked_release
+from scripts.upstream.tree import release_tree
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_version import VERSION_MODULE
 

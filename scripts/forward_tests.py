@@ -19,8 +19,8 @@ from scripts.cut_tests import Cut, Wanted
 from scripts.fixes import LaterTest, Registry
 from scripts.project import ROOT, project
 from scripts.pytest_run import Outcome
-from scripts.source import release_tree
 from scripts.system.errors import KvfixError
+from scripts.upstream.tree import release_tree
 
 ADAPTERS = ROOT / "tests" / "forward_adapters.py"
 """Our fixtures that stand between a later test and an earlier release whose interface differs."""

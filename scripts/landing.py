@@ -19,7 +19,6 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.commands.lock import load_lock, locked_release, render
 from scripts.export import DATE, patch_text
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.project import PATCHES, ROOT, project
@@ -31,6 +30,7 @@ from scripts.system.files import replace_text
 from scripts.system.git import Repository
 from scripts.system.process import run
 from scripts.threeway import Status
+from scripts.upstream.lock import load_lock, locked_release, render
 
 CHECKOUT = WORK / "checkout"
 _BEFORE = WORK / "before"

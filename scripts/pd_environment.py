@@ -18,14 +18,14 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from scripts.commands.lock import LockedFile
 from scripts.environment import installer, make_venv, needs
-from scripts.index import fetch
 from scripts.project import ROOT, read_toml
 from scripts.system.console import err
 from scripts.system.errors import NotLockedError
 from scripts.system.files import sha256
 from scripts.system.process import run
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import LockedFile
 from scripts.wheel_reader import WheelReader
 
 SIDES = ("stock", "patched")

@@ -8,11 +8,11 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.commands.lock import load_lock
 from scripts.fixes import Registry
 from scripts.patch import Patch, read_patch
 from scripts.project import PATCHES, project
 from scripts.system.errors import NoLineError, RegistryError
+from scripts.upstream.lock import load_lock
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from scripts.hooks import added_lines
 from scripts.overlay import PACKAGE
 from scripts.project import ROOT
-from scripts.source import read_source, release_tree
 from scripts.system.process import run
+from scripts.upstream.tree import read_source, release_tree
 
 _WORK = ROOT / ".work" / "typecheck"
 _FAULT = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.+)")

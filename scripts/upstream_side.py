@@ -28,10 +28,10 @@ from scripts.environment import Environment
 from scripts.model_cache import write_models
 from scripts.project import ROOT
 from scripts.pytest_run import Outcome, outcomes_of
-from scripts.source import release_tree
 from scripts.system.errors import CheckFailedError, CommandError, UsageError
 from scripts.system.files import replacing, sha256
 from scripts.system.process import run
+from scripts.upstream.tree import release_tree
 
 WORK = ROOT / ".work" / "upstream"
 PLUGIN = ROOT / "tests" / "vllm_cpu.py"

@@ -16,18 +16,18 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.commands.lock import LockedRelease, locked_release
 from scripts.commands.verify import verify_against, verify_record
 from scripts.fixes import Registry, load_registry
-from scripts.index import fetch
 from scripts.patch import Offset, Patch
 from scripts.plan import Plan, plan_wheel
 from scripts.project import DIST, project, supported_release
 from scripts.series import Series, load_series
-from scripts.source import read_source
 from scripts.system.console import entry, out
 from scripts.system.errors import KvfixError, TouchedFileDiffersError, UsageError
 from scripts.system.files import sha256
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import LockedRelease, locked_release
+from scripts.upstream.tree import read_source
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_writer import write_wheel
 

@@ -19,7 +19,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from scripts.commands.lock import locked_release
 from scripts.export import DATE, commit_hooks, patch_text, release_repository
 from scripts.fixes import load_registry
 from scripts.matrix import documents
@@ -29,6 +28,7 @@ from scripts.system.console import entry, out
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
 from scripts.system.git import Repository
+from scripts.upstream.lock import locked_release
 
 WORKTREE = ROOT / ".work" / "edit"
 _STATE = WORKTREE / ".git" / "kvfix.json"

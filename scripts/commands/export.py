@@ -22,7 +22,6 @@ from pathlib import Path
 from scripts.branch import branch_name, commit_fixes
 from scripts.closure import Closure
 from scripts.commands.apply import tell
-from scripts.commands.lock import locked_release
 from scripts.export import patch_text, release_repository
 from scripts.fixes import Registry, load_registry
 from scripts.fork_proof import prove_export
@@ -33,6 +32,7 @@ from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.git import Repository
 from scripts.tree import apply_to_tree
+from scripts.upstream.lock import locked_release
 
 
 def main() -> None:

@@ -34,11 +34,11 @@ from scripts.overlay import overlay_files, stamp_all
 from scripts.patch import apply_patches
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT
 from scripts.series import Series, listed_patch, load_series, patch_names, releases_by_line
-from scripts.source import read_source
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, KvfixError
 from scripts.system.process import run
 from scripts.typecheck import typecheck
+from scripts.upstream.tree import read_source
 
 _PYTHON = ("scripts", "vllm_overlay", "tests", "noxfile.py")
 

@@ -34,7 +34,6 @@ from rich.table import Column, Table
 
 from scripts import landing
 from scripts.commands.edit import changed_files
-from scripts.commands.lock import locked_release
 from scripts.export import DATE, commit_hooks
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.project import ROOT
@@ -46,7 +45,8 @@ from scripts.system.errors import NeedsPersonError, NoLineError, UsageError
 from scripts.system.files import only_process
 from scripts.system.git import Repository
 from scripts.threeway import Carried, How, Source, Status, carry
-from scripts.upstream import Upstream, upstream
+from scripts.upstream.history import Upstream, upstream
+from scripts.upstream.lock import locked_release
 
 TREE = WORK / "tree"
 _MARKERS = ("<<<<<<< vLLM ", "||||||| where ", ">>>>>>> ")

@@ -28,7 +28,6 @@ from typing import NamedTuple
 from rich.table import Table
 
 from scripts.commands.apply import patched_wheel
-from scripts.commands.lock import locked_release
 from scripts.environment import Environment, stage
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.project import REPORTS, ROOT, project, supported_release
@@ -38,6 +37,7 @@ from scripts.series import Series, load_series
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.process import run
+from scripts.upstream.lock import locked_release
 
 Outcomes = dict[str, Outcome]
 

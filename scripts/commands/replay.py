@@ -20,7 +20,6 @@ from dataclasses import dataclass, replace
 
 from packaging.version import Version
 
-from scripts.commands.lock import line_of, load_lock
 from scripts.commands.rebase import Trial, try_all
 from scripts.environment import Environment
 from scripts.fixes import Fix, Registry, Spared, load_registry
@@ -34,7 +33,8 @@ from scripts.stock import Stock, on_record, verdict
 from scripts.system.console import entry, err, out
 from scripts.system.files import replace_text
 from scripts.threeway import Status
-from scripts.upstream import upstream
+from scripts.upstream.history import upstream
+from scripts.upstream.lock import line_of, load_lock
 
 _FIRST = Version("0.20.0")
 _REPORT = REPORTS / "replay.json"

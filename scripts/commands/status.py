@@ -29,7 +29,6 @@ from typing import Any
 from packaging.version import Version
 
 from scripts.commands.apply import patched_wheel
-from scripts.commands.lock import load_lock
 from scripts.environment import Environment
 from scripts.fixes import Fix, Registry, load_registry
 from scripts.patch import apply_patches
@@ -37,7 +36,6 @@ from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.proofs import Proof, Side, inputs, proofs, record
 from scripts.pytest_run import Outcome, run_pytest
 from scripts.series import Series, load_series, releases_by_line
-from scripts.source import read_source
 from scripts.status_page import as_html, as_markdown
 from scripts.stock import Stock, verdict
 from scripts.system.console import entry, err, out
@@ -49,6 +47,8 @@ from scripts.system.errors import (
     UnknownReleaseError,
 )
 from scripts.system.files import replacing
+from scripts.upstream.lock import load_lock
+from scripts.upstream.tree import read_source
 
 REPORT = REPORTS / "status.json"
 PAGES = {ROOT / "docs" / "status.md": as_markdown, ROOT / "docs" / "status.html": as_html}

@@ -22,15 +22,15 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from scripts.commands.lock import DISTRIBUTION, load_lock
 from scripts.fixes import load_registry
-from scripts.index import published
 from scripts.project import DIST, ROOT
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, CommandError, NeedsPersonError, UsageError
 from scripts.system.files import only_process, replace_text
 from scripts.system.git import Repository, identity
 from scripts.system.process import run
+from scripts.upstream.index import published
+from scripts.upstream.lock import DISTRIBUTION, load_lock
 
 CARRIED_EXIT = 32
 _WORK = ROOT / ".work" / "track"

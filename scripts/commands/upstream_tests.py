@@ -25,15 +25,15 @@ from packaging.version import InvalidVersion, Version
 
 from scripts import forward_tests, upstream_forward, upstream_report
 from scripts.commands.apply import patched_wheel
-from scripts.commands.lock import locked_release
 from scripts.environment import Environment
 from scripts.fixes import load_registry
 from scripts.forward_tests import ForwardTest, owner
 from scripts.project import REPORTS, project
 from scripts.series import Series, load_series
-from scripts.source import release_tree
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
+from scripts.upstream.lock import locked_release
+from scripts.upstream.tree import release_tree
 from scripts.upstream_compare import Change, compare, faults, is_named, named, settle, unproven
 from scripts.upstream_report import Report
 from scripts.upstream_run import run_jobs

@@ -15,9 +15,7 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Column, Table
 
-from scripts.commands.lock import load_lock, locked_release
 from scripts.fixes import load_registry
-from scripts.index import fetch
 from scripts.plan import plan_wheel
 from scripts.project import project, supported_release
 from scripts.sbom import SBOM_PATH, Sbom, read_sbom
@@ -31,6 +29,8 @@ from scripts.system.errors import (
     UsageError,
 )
 from scripts.system.files import sha256
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import load_lock, locked_release
 from scripts.wheel_reader import WheelReader
 from scripts.wheel_record import verify_record as verify_record
 from scripts.wheel_version import dist_info_folder, is_patched, patched_version

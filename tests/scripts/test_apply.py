@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from scripts.commands.lock import locked_release
 from scripts.project import ROOT, project
 from scripts.series import load_series
-from scripts.source import read_source
 from scripts.system.errors import KvfixError
+from scripts.upstream.lock import locked_release
+from scripts.upstream.tree import read_source
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import NATIVE, Checkout, wheel_bytes, wheel_name
 from tests.scripts.repos import git

@@ -6,9 +6,9 @@ import pytest
 from packaging.requirements import Requirement
 
 from scripts import environment
-from scripts.commands.lock import load_lock
 from scripts.environment import Environment, needs
 from scripts.system.errors import UsageError
+from scripts.upstream.lock import load_lock
 
 
 @pytest.mark.parametrize("release", load_lock())

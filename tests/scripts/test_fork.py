@@ -13,7 +13,7 @@ from scripts.overlay import overlay_files, provenance, stamp_all
 from scripts.patch import apply_patches
 from scripts.project import project
 from scripts.series import load_series, releases_by_line
-from scripts.source import read_source, release_tree
+from scripts.upstream.tree import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
 from tests.scripts.repos import commit, git

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands.lock import load_lock
 from scripts.fixes import Unpatched
 from scripts.patch import read_patch
 from scripts.project import read_toml
+from scripts.upstream.lock import load_lock
 from tests.scripts import toys
 from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
 from tests.scripts.checkouts import Checkout, registry_text

@@ -12,8 +12,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.commands.lock import load_lock
 from scripts.project import PATCHES, ROOT
+from scripts.upstream.lock import load_lock
 from tests.scripts import upstream_toys
 from tests.scripts.upstream_toys import UNIT, tree
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from scripts.commands import verify as verify_module
-from scripts.commands.lock import LockedFile, LockedRelease
 from scripts.commands.verify import main, stock_wheel, verify, verify_against, verify_record
 from scripts.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
 from scripts.system.errors import (
@@ -20,6 +19,7 @@ from scripts.system.errors import (
     NotLockedError,
     UsageError,
 )
+from scripts.upstream.lock import LockedFile, LockedRelease
 from scripts.wheel_reader import WheelReader
 from tests.scripts.wheels import (
     NATIVE,

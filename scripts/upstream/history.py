@@ -17,12 +17,13 @@ from pathlib import Path
 
 from packaging.version import InvalidVersion, Version
 
-from scripts.commands.lock import LockedRelease, load_lock
-from scripts.index import cache_folder, fetch
 from scripts.system.console import err
 from scripts.system.errors import GitError, NotLockedError, UnknownReleaseError
 from scripts.system.files import only_process
 from scripts.system.git import Repository, identity
+from scripts.upstream.cache import cache_folder
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import LockedRelease, load_lock
 
 # What patches change, the tests, and what a build reads; documentation would double the size.
 _FOLDERS = ("vllm", "tests", "requirements")

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from scripts import index
-from scripts.commands.lock import LockedFile
 from scripts.project import ROOT
 from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
+from scripts.upstream import index
+from scripts.upstream.cache import cache_folder
+from scripts.upstream.lock import LockedFile
 
 if TYPE_CHECKING:
     from tests.scripts.conftest import LocalIndex
@@ -30,18 +31,18 @@ LOGIN = "reader:s3cret"
 _FETCH = f"""
 import sys
 from scripts import index, terminal
-from scripts.commands.lock import LockedFile
+from scripts.upstream.lock import LockedFile
 terminal.entry(lambda: print(index.fetch(LockedFile({NAME!r}, {SHA256!r}))))
 """
 
 
 def cached() -> Path:
-    return index.cache_folder() / "files" / SHA256 / NAME
+    return cache_folder() / "files" / SHA256 / NAME
 
 
 def kept() -> list[str]:
     """Names of all files in the cache but the locks."""
-    return sorted(path.name for path in index.cache_folder().rglob("*.*") if path.name != ".lock")
+    return sorted(path.name for path in cache_folder().rglob("*.*") if path.name != ".lock")
 
 
 def closed_port() -> int:
@@ -64,7 +65,7 @@ def start_fetch() -> subprocess.Popen[str]:
 def wait_for_part() -> None:
     """Return once the first bytes of a transfer are in the cache."""
     for _ in range(2000):
-        for part in index.cache_folder().rglob("*.part"):
+        for part in cache_folder().rglob("*.part"):
             if part.stat().st_size:
                 return
         time.sleep(0.005)
@@ -103,7 +104,7 @@ class TestFetch:
     def test_cached_file_costs_no_import_of_the_network_code(self, served: LocalIndex) -> None:
         index.fetch(FILE)
         code = (
-            "import sys; from scripts import index; from scripts.commands.lock import LockedFile;"
+            "import sys; from scripts.upstream import index; from scripts.upstream.lock import LockedFile;"
             f"index.fetch(LockedFile({NAME!r}, {SHA256!r}));"
             "print([n for n in ('unearth', 'ssl', 'rich.progress') if n in sys.modules])"
         )
@@ -434,8 +435,8 @@ class TestOffered:
 
 def test_cache_folder(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFIX_CACHE", "~/mine")
-    assert index.cache_folder() == no_settings / "mine"
+    assert cache_folder() == no_settings / "mine"
     monkeypatch.delenv("KVFIX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(no_settings / "cache"))
-    assert index.cache_folder().name == "kvfix"
-    assert index.cache_folder().is_relative_to(no_settings)
+    assert cache_folder().name == "kvfix"
+    assert cache_folder().is_relative_to(no_settings)

@@ -1,6 +1,6 @@
 """The files of a release: what the user's index offers, and the cache of those that are pinned.
 
-unearth finds and transfers; `scripts.index_settings` says where. Every pinned file is kept as
+unearth finds and transfers; `scripts.upstream.settings` says where. Every pinned file is kept as
 `<cache>/files/<sha256>/<name>`. The folder's name is what the file has to be, and its content is
 hashed before each use, so that nobody has to trust the cache.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -27,6 +26,7 @@ from packaging.version import Version
 
 from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
 from scripts.system.files import only_process, replacing, sha256
+from scripts.upstream.cache import cache_folder
 
 if TYPE_CHECKING:
     import ssl
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from unearth import Link, PackageFinder
     from unearth.fetchers import PyPIClient
 
-    from scripts.commands.lock import LockedFile
-    from scripts.index_settings import IndexSettings
+    from scripts.upstream.lock import LockedFile
+    from scripts.upstream.settings import IndexSettings
 
 
 @dataclass(frozen=True)
@@ -48,15 +48,6 @@ class OfferedFile:
     yanked: str | None
     """The reason given, possibly empty; None for a file that is not yanked."""
     link: Link = field(repr=False, compare=False)
-
-
-def cache_folder() -> Path:
-    """Return the folder of the cache: `KVFIX_CACHE`, else the platform's."""
-    if named := os.environ.get("KVFIX_CACHE"):
-        return Path(named).expanduser()
-    import platformdirs
-
-    return platformdirs.user_cache_path("kvfix", appauthor=False)
 
 
 def fetch(file: LockedFile, *, distribution: str = "vllm") -> Path:
@@ -201,7 +192,7 @@ class _Sources:
     """
 
     def __init__(self) -> None:
-        from scripts.index_settings import read_settings
+        from scripts.upstream.settings import read_settings
 
         self._settings = read_settings()
         self.failures: list[str] = []

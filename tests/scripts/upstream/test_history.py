@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import upstream as module
-from scripts.commands.lock import LockedFile, LockedRelease
 from scripts.project import ROOT
 from scripts.system.errors import GitError, NotLockedError, UnknownReleaseError
-from scripts.upstream import Upstream, upstream
+from scripts.upstream import history as module
+from scripts.upstream.history import Upstream, upstream
+from scripts.upstream.lock import LockedFile, LockedRelease
 from tests.scripts.checkouts import sdist_bytes
 from tests.scripts.repos import commit, git
 
@@ -159,8 +159,8 @@ def test_a_tag_that_is_not_there(releases: Releases, monkeypatch: pytest.MonkeyP
 _SLOW = """
 import sys
 from pathlib import Path
-from scripts import upstream
-from scripts.commands.lock import LockedFile, LockedRelease
+from scripts.upstream import history as upstream
+from scripts.upstream.lock import LockedFile, LockedRelease
 folder = Path(sys.argv[1])
 names = ("0.9.1", "0.10.0")
 files = {n: LockedFile(f"vllm-{n}.tar.gz", n.replace(".", "").zfill(64)) for n in names}

@@ -8,16 +8,6 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from scripts.commands.lock import (
-    LOCK,
-    LockedFile,
-    LockedRelease,
-    line_of,
-    load_lock,
-    lock,
-    locked_release,
-    render,
-)
 from scripts.project import ROOT, project
 from scripts.system.errors import (
     HashMismatchError,
@@ -27,6 +17,16 @@ from scripts.system.errors import (
     UnknownReleaseError,
     UsageError,
 )
+from scripts.upstream.lock import (
+    LOCK,
+    LockedFile,
+    LockedRelease,
+    line_of,
+    load_lock,
+    locked_release,
+    render,
+)
+from scripts.upstream.pin import lock
 
 if TYPE_CHECKING:
     from tests.scripts.conftest import LocalIndex

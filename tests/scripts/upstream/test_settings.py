@@ -5,8 +5,8 @@ from textwrap import dedent
 
 import pytest
 
-from scripts.index_settings import IndexSettings, read_settings
 from scripts.system.errors import UsageError
+from scripts.upstream.settings import IndexSettings, read_settings
 
 pytestmark = pytest.mark.usefixtures("no_settings")
 

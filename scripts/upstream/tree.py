@@ -8,9 +8,10 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from scripts.commands.lock import locked_release
-from scripts.index import cache_folder, fetch
 from scripts.system.errors import RegistryError
+from scripts.upstream.cache import cache_folder
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import locked_release
 
 
 @cache
