@@ -24,8 +24,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from scripts.patchset.series import patch_names
 from scripts.project import PATCHES, ROOT
-from scripts.series import patch_names
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.upstream.index import fetch

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from scripts.fixes import Registry
-from scripts.overlay import overlay_files, provenance, stamp
-from scripts.patch import Offset, Patch, apply_patches
+from scripts.patchset.overlay import overlay_files, provenance, stamp
+from scripts.patchset.patch import Offset, Patch, apply_patches
+from scripts.patchset.registry import Registry
 from scripts.system.errors import TouchedFileDiffersError
 from scripts.system.git import Repository
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from scripts.overlay import PACKAGE
+from scripts.patchset.overlay import PACKAGE
 from scripts.system.git import Repository
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
 
-from scripts.overlay import PACKAGE, overlay_files, stamp_all
-from scripts.patch import Patch, apply_patches
+from scripts.patchset.overlay import PACKAGE, overlay_files, stamp_all
+from scripts.patchset.patch import Patch, apply_patches
 from scripts.project import ROOT, read_toml
 from scripts.system.console import err
 from scripts.system.errors import UsageError

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from scripts.fixes import Registry
-from scripts.patch import Patch, apply_patches
+from scripts.patchset.patch import Patch, apply_patches
+from scripts.patchset.registry import Registry
 from scripts.system.git import Repository, identity
 from scripts.upstream.tree import release_tree
 

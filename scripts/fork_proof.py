@@ -22,9 +22,9 @@ from scripts.branch import branch_name, commit_fixes
 from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.export import release_repository
-from scripts.fixes import Fix, Registry
-from scripts.overlay import PACKAGE
-from scripts.patch import Patch
+from scripts.patchset.overlay import PACKAGE
+from scripts.patchset.patch import Patch
+from scripts.patchset.registry import Fix, Registry
 from scripts.project import REPORTS, ROOT, project
 from scripts.proofs import of_fix, tests_hash
 from scripts.pytest_run import Outcome, is_of, run_pytest

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from packaging.version import Version
 
 from scripts.cut_tests import Cut, Wanted
-from scripts.fixes import LaterTest, Registry
+from scripts.patchset.registry import LaterTest, Registry
 from scripts.project import ROOT, project
 from scripts.pytest_run import Outcome
 from scripts.system.errors import KvfixError

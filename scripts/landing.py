@@ -20,10 +20,10 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.export import DATE, patch_text
-from scripts.fixes import Fix, Registry, load_registry
+from scripts.patchset.registry import Fix, Registry, load_registry
+from scripts.patchset.series import Series, releases_by_line
 from scripts.project import PATCHES, ROOT, project
 from scripts.rebase_state import WORK, State
-from scripts.series import Series, releases_by_line
 from scripts.system.console import err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.files import replace_text

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from packaging.version import Version
 
-from scripts.fixes import Fix, Registry
-from scripts.overlay import build_record, overlay_files, provenance, stamp_all
-from scripts.patch import Offset, Patch, apply_patches
+from scripts.patchset.overlay import build_record, overlay_files, provenance, stamp_all
+from scripts.patchset.patch import Offset, Patch, apply_patches
+from scripts.patchset.registry import Fix, Registry
 from scripts.project import project
 from scripts.sbom import SBOM_PATH, SbomFix, build_sbom
 from scripts.wheel_reader import WheelReader

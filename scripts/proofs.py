@@ -15,11 +15,11 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from scripts.fixes import Fix
-from scripts.overlay import imported_modules, overlay_files
+from scripts.patchset.overlay import imported_modules, overlay_files
+from scripts.patchset.registry import Fix
+from scripts.patchset.series import load_series
 from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.pytest_run import PLUGIN, Outcome, is_of
-from scripts.series import load_series
 from scripts.system.files import replacing
 from scripts.upstream.lock import load_lock
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from scripts.fixes import Registry
+from scripts.patchset.registry import Registry
 
 Rows = dict[str, dict[str, dict[str, Any]]]
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from scripts.environment import Environment
-from scripts.fixes import Fix
+from scripts.patchset.registry import Fix
 from scripts.proofs import inputs, proofs, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
 from scripts.system.console import err

@@ -15,7 +15,7 @@ from enum import Enum
 from functools import cache, cached_property
 
 from scripts.moved import Place, definition_at, definitions, where_it_went
-from scripts.patch import Hunk, Patch, apply_patches
+from scripts.patchset.patch import Hunk, Patch, apply_patches
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository
 

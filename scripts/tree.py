@@ -8,9 +8,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.branch import commit_fixes
-from scripts.fixes import Registry
-from scripts.overlay import PACKAGE
-from scripts.patch import Offset, Patch
+from scripts.patchset.overlay import PACKAGE
+from scripts.patchset.patch import Offset, Patch
+from scripts.patchset.registry import Registry
 from scripts.project import project
 from scripts.system.errors import AlreadyPatchedError, DirtyTreeError, UsageError, WrongReleaseError
 from scripts.system.git import Repository

@@ -13,8 +13,8 @@ import shutil
 import sys
 from collections.abc import Mapping
 
-from scripts.hooks import added_lines
-from scripts.overlay import PACKAGE
+from scripts.patchset.hooks import added_lines
+from scripts.patchset.overlay import PACKAGE
 from scripts.project import ROOT
 from scripts.system.process import run
 from scripts.upstream.tree import read_source, release_tree

@@ -13,7 +13,7 @@ from enum import Enum
 
 from packaging.specifiers import SpecifierSet
 
-from scripts.fixes import Fix
+from scripts.patchset.registry import Fix
 from scripts.pytest_run import Outcome, is_of
 
 Outcomes = Mapping[str, Outcome]

@@ -17,11 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.commands.verify import verify_against, verify_record
-from scripts.fixes import Registry, load_registry
-from scripts.patch import Offset, Patch
+from scripts.patchset.listing import list_fixes
+from scripts.patchset.patch import Patch
+from scripts.patchset.registry import Registry, load_registry
+from scripts.patchset.series import Series, load_series
 from scripts.plan import Plan, plan_wheel
 from scripts.project import DIST, project, supported_release
-from scripts.series import Series, load_series
 from scripts.system.console import entry, out
 from scripts.system.errors import KvfixError, TouchedFileDiffersError, UsageError
 from scripts.system.files import sha256
@@ -103,7 +104,7 @@ def main() -> None:
     )
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {target}", style="bold", markup=False)
-    tell(series.patches, registry, plan.offsets)
+    list_fixes(series.patches, registry, plan.offsets)
     out.print(f"use it: pip install --no-deps {target}", markup=False)
 
 
@@ -159,20 +160,8 @@ def _apply_to_tree(folder: Path, release: str, series: Series, registry: Registr
     branch = f"kvfix/{release}"
     offsets = apply_to_tree(folder, branch, release, series.patches, registry)
     out.print(f"wrote branch {branch} in {folder}", style="bold", markup=False)
-    tell(series.patches, registry, offsets)
+    list_fixes(series.patches, registry, offsets)
     out.print(f"use it: git -C {folder} switch {branch}", markup=False)
-
-
-def tell(patches: Sequence[Patch], registry: Registry, offsets: Sequence[Offset]) -> None:
-    """Say which fixes are in what was written, and which of their hunks have moved."""
-    for patch in patches:
-        out.print(f"  {patch.fix_id:>6}  {registry.fix(patch.fix_id).title}", markup=False)
-    for offset in offsets:
-        out.print(
-            f"  {offset.patch}: hunk {offset.hunk} of {offset.path} "
-            f"applied {offset.lines:+d} lines away",
-            markup=False,
-        )
 
 
 if __name__ == "__main__":

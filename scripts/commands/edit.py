@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 
 from scripts.export import DATE, commit_hooks, patch_text, release_repository
-from scripts.fixes import load_registry
-from scripts.matrix import documents
+from scripts.patchset.documents import documents
+from scripts.patchset.registry import load_registry
+from scripts.patchset.series import load_series, patch_names, releases_by_line, series_file
 from scripts.project import PATCHES, ROOT, supported_release
-from scripts.series import load_series, patch_names, releases_by_line, series_file
 from scripts.system.console import entry, out
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text

@@ -21,13 +21,13 @@ from pathlib import Path
 
 from scripts.branch import branch_name, commit_fixes
 from scripts.closure import Closure
-from scripts.commands.apply import tell
 from scripts.export import patch_text, release_repository
-from scripts.fixes import Registry, load_registry
 from scripts.fork_proof import prove_export
-from scripts.patch import Patch
+from scripts.patchset.listing import list_fixes
+from scripts.patchset.patch import Patch
+from scripts.patchset.registry import Registry, load_registry
+from scripts.patchset.series import load_series
 from scripts.project import DIST, project, supported_release
-from scripts.series import load_series
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.git import Repository
@@ -45,7 +45,7 @@ def main() -> None:
         branch = branch_name(release)
         offsets = apply_to_tree(options.into, branch, release, patches, registry)
         out.print(f"wrote branch {branch} in {options.into}", style="bold", markup=False)
-        tell(patches, registry, offsets)
+        list_fixes(patches, registry, offsets)
         out.print(f"use it: git -C {options.into} switch {branch}", markup=False)
         return
     if options.prove:
@@ -55,7 +55,7 @@ def main() -> None:
     written = write_export(release, patches, registry, folder)
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {folder}", style="bold", markup=False)
-    tell(patches, registry, ())
+    list_fixes(patches, registry, ())
     out.print(f"use it: {folder / 'README.md'} says how", markup=False)
 
 

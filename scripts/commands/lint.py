@@ -27,13 +27,13 @@ from rich.table import Table
 
 from scripts import forward_tests
 from scripts.export import commit_hooks, patch_text, release_repository
-from scripts.fixes import Registry, load_registry
-from scripts.hooks import logic_in_hooks
-from scripts.matrix import documents
-from scripts.overlay import overlay_files, stamp_all
-from scripts.patch import apply_patches
+from scripts.patchset.documents import documents
+from scripts.patchset.hooks import logic_in_hooks
+from scripts.patchset.overlay import overlay_files, stamp_all
+from scripts.patchset.patch import apply_patches
+from scripts.patchset.registry import Registry, load_registry
+from scripts.patchset.series import Series, listed_patch, load_series, patch_names, releases_by_line
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT
-from scripts.series import Series, listed_patch, load_series, patch_names, releases_by_line
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, KvfixError
 from scripts.system.process import run

@@ -27,7 +27,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from scripts.environment import stage
-from scripts.fixes import Registry, load_registry
+from scripts.patchset.registry import Registry, load_registry
 from scripts.pd_environment import SIDES, PdEnvironment
 from scripts.pd_picture import draw
 from scripts.project import REPORTS, ROOT, project, supported_release

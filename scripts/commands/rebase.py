@@ -35,10 +35,10 @@ from rich.table import Column, Table
 from scripts import landing
 from scripts.commands.edit import changed_files
 from scripts.export import DATE, commit_hooks
-from scripts.fixes import Fix, Registry, load_registry
+from scripts.patchset.registry import Fix, Registry, load_registry
+from scripts.patchset.series import Series, load_series, releases_by_line
 from scripts.project import ROOT
 from scripts.rebase_state import STATE, WORK, Phase, Result, State, load_state
-from scripts.series import Series, load_series, releases_by_line
 from scripts.stock import Stock, ask_stock, on_record
 from scripts.system.console import entry, err, out
 from scripts.system.errors import NeedsPersonError, NoLineError, UsageError

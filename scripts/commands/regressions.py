@@ -29,11 +29,11 @@ from rich.table import Table
 
 from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment, stage
-from scripts.fixes import Fix, Registry, load_registry
+from scripts.patchset.registry import Fix, Registry, load_registry
+from scripts.patchset.series import Series, load_series
 from scripts.project import REPORTS, ROOT, project, supported_release
 from scripts.proofs import inputs, of_fix, record
 from scripts.pytest_run import Outcome, is_of, run_pytest
-from scripts.series import Series, load_series
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.process import run

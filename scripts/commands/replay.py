@@ -22,13 +22,13 @@ from packaging.version import Version
 
 from scripts.commands.rebase import Trial, try_all
 from scripts.environment import Environment
-from scripts.fixes import Fix, Registry, Spared, load_registry
-from scripts.overlay import overlay_files
+from scripts.patchset.overlay import overlay_files
+from scripts.patchset.registry import Fix, Registry, Spared, load_registry
+from scripts.patchset.series import load_series
 from scripts.project import REPORTS, ROOT, project
 from scripts.proofs import of_fix
 from scripts.pytest_run import run_pytest
 from scripts.rebase_state import Result
-from scripts.series import load_series
 from scripts.stock import Stock, on_record, verdict
 from scripts.system.console import entry, err, out
 from scripts.system.files import replace_text

@@ -30,12 +30,12 @@ from packaging.version import Version
 
 from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
-from scripts.fixes import Fix, Registry, load_registry
-from scripts.patch import apply_patches
+from scripts.patchset.patch import apply_patches
+from scripts.patchset.registry import Fix, Registry, load_registry
+from scripts.patchset.series import Series, load_series, releases_by_line
 from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.proofs import Proof, Side, inputs, proofs, record
 from scripts.pytest_run import Outcome, run_pytest
-from scripts.series import Series, load_series, releases_by_line
 from scripts.status_page import as_html, as_markdown
 from scripts.stock import Stock, verdict
 from scripts.system.console import entry, err, out

@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from scripts.fixes import load_registry
+from scripts.patchset.registry import load_registry
 from scripts.project import DIST, ROOT
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, CommandError, NeedsPersonError, UsageError

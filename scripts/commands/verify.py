@@ -15,11 +15,11 @@ from pathlib import Path
 from rich.markup import escape
 from rich.table import Column, Table
 
-from scripts.fixes import load_registry
+from scripts.patchset.registry import load_registry
+from scripts.patchset.series import load_series
 from scripts.plan import plan_wheel
 from scripts.project import project, supported_release
 from scripts.sbom import SBOM_PATH, Sbom, read_sbom
-from scripts.series import load_series
 from scripts.system.console import entry, err, out
 from scripts.system.errors import (
     BrokenWheelError,

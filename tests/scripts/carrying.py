@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.fixes import Registry
+from scripts.patchset.registry import Registry
 from scripts.project import read_toml
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, registry_text, sdist_bytes, wheel_bytes, wheel_name

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import tomli_w
 
-from scripts.fixes import Fix, Registry
+from scripts.patchset.registry import Fix, Registry
 from scripts.project import ROOT
 from scripts.wheel_version import VERSION_MODULE
 from tests.scripts import toys

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from scripts.patchset.series import load_series
 from scripts.project import ROOT, project
-from scripts.series import load_series
 from scripts.system.errors import KvfixError
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import read_source

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.patch import read_patch
+from scripts.patchset.patch import read_patch
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
 from tests.scripts.repos import git

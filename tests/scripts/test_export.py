@@ -6,7 +6,7 @@ import pytest
 
 from scripts import export
 from scripts.export import commit_hooks, patch_text, release_repository
-from scripts.patch import Patch, read_patch
+from scripts.patchset.patch import Patch, read_patch
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository
 from tests.scripts import toys

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from scripts.commands.export import write_export
-from scripts.fixes import load_registry
-from scripts.overlay import overlay_files, provenance, stamp_all
-from scripts.patch import apply_patches
+from scripts.patchset.overlay import overlay_files, provenance, stamp_all
+from scripts.patchset.patch import apply_patches
+from scripts.patchset.registry import load_registry
+from scripts.patchset.series import load_series, releases_by_line
 from scripts.project import project
-from scripts.series import load_series, releases_by_line
 from scripts.upstream.tree import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout

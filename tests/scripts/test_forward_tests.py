@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from scripts import forward_tests
-from scripts.fixes import LaterTest, Registry, load_registry
 from scripts.forward_tests import ForwardTest
+from scripts.patchset.registry import LaterTest, Registry, load_registry
 from scripts.project import project
 from scripts.pytest_run import Outcome
 from tests.scripts import toys
+from tests.scripts.patchset.test_registry import ENTRY, HEAD, faults
 from tests.scripts.repos import write
-from tests.scripts.test_fixes import ENTRY, HEAD, faults
 
 PATH = "tests/unit/test_it.py"
 PARAMETERS = "import pytest\n\n@pytest.mark.parametrize('n', [1, 2, 3])\n"

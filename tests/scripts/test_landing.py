@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from scripts import landing
-from scripts.fixes import load_registry
 from scripts.landing import declared, without_release
+from scripts.patchset.registry import load_registry
 from scripts.project import Project
 from tests.scripts import toys
 from tests.scripts.checkouts import registry_text

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fixes import Unpatched
-from scripts.patch import read_patch
+from scripts.patchset.patch import read_patch
+from scripts.patchset.registry import Unpatched
 from scripts.project import read_toml
 from scripts.upstream.lock import load_lock
 from tests.scripts import toys

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.commands.regressions import Outcomes, Verdict, _as_json, _faults
-from scripts.fixes import Registry, Spared, Unpatched
+from scripts.patchset.registry import Registry, Spared, Unpatched
 from scripts.project import ROOT
 from scripts.proofs import of_fix
 from scripts.pytest_run import Outcome, outcomes_of

@@ -58,7 +58,7 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
     nodes = {f"{TEST}::test_{number}": one for number, one in enumerate(outcomes)}
     code = (
         "import json, sys\n"
-        "from scripts.fixes import load_registry\n"
+        "from scripts.patchset.registry import load_registry\n"
         "from scripts.proofs import inputs, record\n"
         "from scripts.pytest_run import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from scripts.fixes import Registry
+from scripts.patchset.registry import Registry
 from scripts.status_page import COLOURS, SYMBOLS, as_html, as_markdown
 from tests.scripts import toys
 

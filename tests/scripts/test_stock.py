@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.fixes import Spared
+from scripts.patchset.registry import Spared
 from scripts.pytest_run import Outcome
 from scripts.stock import Stock, verdict
 from tests.scripts import toys

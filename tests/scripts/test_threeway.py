@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from scripts.moved import definition_at, definitions, where_it_went
-from scripts.patch import Patch, read_patch
+from scripts.patchset.patch import Patch, read_patch
 from scripts.system.git import Repository
 from scripts.threeway import Carried, How, Source, Status, carry
 from tests.scripts.repos import MESSAGE, commit, git, mbox

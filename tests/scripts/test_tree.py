@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.patch import Offset
+from scripts.patchset.patch import Offset
 from scripts.system.errors import (
     AlreadyPatchedError,
     DirtyTreeError,

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.fixes import UpstreamTest
+from scripts.patchset.registry import UpstreamTest
 from scripts.pytest_run import Outcome
 from scripts.upstream_compare import Change, compare, faults, named, reason, said, settle
 from tests.scripts import toys

@@ -14,8 +14,8 @@ from pathlib import Path
 from scripts import forward_tests, upstream_selection, upstream_side
 from scripts.commands import upstream_tests
 from scripts.environment import Environment
-from scripts.fixes import Registry, UpstreamTest
 from scripts.forward_tests import ForwardTest
+from scripts.patchset.registry import Registry, UpstreamTest
 from scripts.system.console import entry
 from tests.scripts import toys, wheels
 

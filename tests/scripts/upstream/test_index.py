@@ -104,7 +104,8 @@ class TestFetch:
     def test_cached_file_costs_no_import_of_the_network_code(self, served: LocalIndex) -> None:
         index.fetch(FILE)
         code = (
-            "import sys; from scripts.upstream import index; from scripts.upstream.lock import LockedFile;"
+            "import sys; from scripts.upstream import index;"
+            "from scripts.upstream.lock import LockedFile;"
             f"index.fetch(LockedFile({NAME!r}, {SHA256!r}));"
             "print([n for n in ('unearth', 'ssl', 'rich.progress') if n in sys.modules])"
         )

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.fixes import Registry
-from scripts.patch import Patch, read_patch
+from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.registry import Registry
 from scripts.project import PATCHES, project
 from scripts.system.errors import NoLineError, RegistryError
 from scripts.upstream.lock import load_lock

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scripts.patch import Offset, Patch, apply_patches, read_patch
+from scripts.patchset.patch import Offset, Patch, apply_patches, read_patch
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError
 from tests.scripts.repos import BARE, MESSAGE, commit, git, mbox, mbox_of
 

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scripts import overlay as overlay_module
-from scripts.overlay import (
+from scripts.patchset import overlay as overlay_module
+from scripts.patchset.overlay import (
     build_record,
     imported_by_hooks,
     module_path,
@@ -19,9 +19,9 @@ from scripts.overlay import (
     stamp,
     stamp_all,
 )
-from scripts.patch import Patch, apply_patches
+from scripts.patchset.patch import Patch, apply_patches
+from scripts.patchset.series import load_series, releases_by_line
 from scripts.project import OVERLAY, ROOT
-from scripts.series import load_series, releases_by_line
 from scripts.system.process import run
 from tests.scripts import toys
 from tests.scripts.repos import write

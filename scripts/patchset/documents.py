@@ -6,9 +6,9 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.fixes import Fix, Registry, Unpatched
+from scripts.patchset.registry import Fix, Registry, Unpatched
+from scripts.patchset.series import load_series, releases_by_line
 from scripts.project import ROOT
-from scripts.series import load_series, releases_by_line
 
 README = ROOT / "README.md"
 FIXES = ROOT / "docs" / "fixes.md"

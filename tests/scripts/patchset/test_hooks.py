@@ -4,7 +4,7 @@ import textwrap
 
 import pytest
 
-from scripts.hooks import added_lines, logic_in_hooks
+from scripts.patchset.hooks import added_lines, logic_in_hooks
 
 BEFORE = """\
 import os

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.fixes import Fix, load_registry
-from scripts.patch import read_patch
+from scripts.patchset.patch import read_patch
+from scripts.patchset.registry import Fix, load_registry
 from scripts.system.errors import RegistryError
 from tests.scripts import toys
 from tests.scripts.repos import commit, git, mbox

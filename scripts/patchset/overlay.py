@@ -14,8 +14,8 @@ from io import StringIO
 from pathlib import Path
 from pprint import pformat
 
-from scripts.fixes import Fix
-from scripts.patch import Patch
+from scripts.patchset.patch import Patch
+from scripts.patchset.registry import Fix
 from scripts.project import OVERLAY, ROOT
 
 PACKAGE = OVERLAY.name

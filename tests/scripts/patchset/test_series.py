@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts import series as series_module
-from scripts.fixes import load_registry
+from scripts.patchset import series as series_module
+from scripts.patchset.registry import load_registry
+from scripts.patchset.series import Series, load_series, patch_names, releases_by_line
 from scripts.project import project
-from scripts.series import Series, load_series, patch_names, releases_by_line
 from scripts.system.errors import NoLineError, RegistryError
 from tests.scripts import toys
 
