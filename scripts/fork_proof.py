@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from scripts.branch import branch_name, commit_fixes
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.export import release_repository
 from scripts.patchset.overlay import PACKAGE
@@ -36,8 +35,9 @@ from scripts.tree import apply_to_tree
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import release_tree
-from scripts.wheel_reader import WheelReader
-from scripts.wheel_version import VERSION_MODULE
+from scripts.wheel.build import patched_wheel
+from scripts.wheel.names import VERSION_MODULE
+from scripts.wheel.reader import WheelReader
 
 Row = dict[str, Any]
 

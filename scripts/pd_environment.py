@@ -26,7 +26,7 @@ from scripts.system.files import sha256
 from scripts.system.process import run
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import LockedFile
-from scripts.wheel_reader import WheelReader
+from scripts.wheel.reader import WheelReader
 
 SIDES = ("stock", "patched")
 

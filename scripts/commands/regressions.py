@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment, stage
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import Series, load_series
@@ -38,6 +37,7 @@ from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.process import run
 from scripts.upstream.lock import locked_release
+from scripts.wheel.build import patched_wheel
 
 Outcomes = dict[str, Outcome]
 

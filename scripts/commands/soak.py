@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.project import ROOT, project, supported_release
 from scripts.pytest_run import start_pytest
 from scripts.system.console import entry, err
 from scripts.system.errors import CheckFailedError
+from scripts.wheel.build import patched_wheel
 
 _TESTS = ROOT / "tests" / "soak" / "test_receive.py"
 _SIDES = {

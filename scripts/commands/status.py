@@ -28,7 +28,6 @@ from typing import Any
 
 from packaging.version import Version
 
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import Fix, Registry, load_registry
@@ -49,6 +48,7 @@ from scripts.system.errors import (
 from scripts.system.files import replacing
 from scripts.upstream.lock import load_lock
 from scripts.upstream.tree import read_source
+from scripts.wheel.build import patched_wheel
 
 REPORT = REPORTS / "status.json"
 PAGES = {ROOT / "docs" / "status.md": as_markdown, ROOT / "docs" / "status.html": as_html}

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import sys
 
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.project import ROOT, project
 from scripts.pytest_run import start_pytest
 from scripts.system.console import entry
 from scripts.system.errors import CheckFailedError
+from scripts.wheel.build import patched_wheel
 
 
 def main() -> None:

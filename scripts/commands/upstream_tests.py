@@ -24,7 +24,6 @@ from dataclasses import replace
 from packaging.version import InvalidVersion, Version
 
 from scripts import forward_tests, upstream_forward, upstream_report
-from scripts.commands.apply import patched_wheel
 from scripts.environment import Environment
 from scripts.forward_tests import ForwardTest, owner
 from scripts.patchset.registry import load_registry
@@ -39,6 +38,7 @@ from scripts.upstream_report import Report
 from scripts.upstream_run import run_jobs
 from scripts.upstream_selection import LEFT_OUT, affected, batches, recommended
 from scripts.upstream_side import WORK, Job, Outcomes, Side, alone
+from scripts.wheel.build import patched_wheel
 
 _RECOMMENDED = "the recommended tests"
 _REPEATS = 3  # of a test that differs, alone

@@ -20,7 +20,7 @@ import tomli_w
 
 from scripts.patchset.registry import Fix, Registry
 from scripts.project import ROOT
-from scripts.wheel_version import VERSION_MODULE
+from scripts.wheel.names import VERSION_MODULE
 from tests.scripts import toys
 from tests.scripts.wheels import VERSION_TEXT, with_metadata, zip_bytes
 

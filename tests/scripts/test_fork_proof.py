@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.fork_proof import compare
-from scripts.wheel_version import VERSION_MODULE
+from scripts.wheel.names import VERSION_MODULE
 from tests.scripts import toys
 from tests.scripts.checkouts import wheel_name
 from tests.scripts.wheels import with_metadata, zip_bytes

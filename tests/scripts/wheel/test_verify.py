@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands import verify as verify_module
-from scripts.commands.verify import main, stock_wheel, verify, verify_against, verify_record
-from scripts.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
+from scripts.commands import verify as command
+from scripts.commands.verify import main
 from scripts.system.errors import (
     BrokenWheelError,
     CheckFailedError,
@@ -20,7 +19,11 @@ from scripts.system.errors import (
     UsageError,
 )
 from scripts.upstream.lock import LockedFile, LockedRelease
-from scripts.wheel_reader import WheelReader
+from scripts.wheel import verify as verify_module
+from scripts.wheel.reader import WheelReader
+from scripts.wheel.record import verify_record
+from scripts.wheel.sbom import SBOM_PATH, Sbom, SbomFix, build_sbom
+from scripts.wheel.verify import stock_wheel, verify, verify_against
 from tests.scripts.wheels import (
     NATIVE,
     SCRIPT,
@@ -268,7 +271,7 @@ def test_the_command_prints_the_fixes_inside(
     built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["verify", str(built.patched)])
-    monkeypatch.setattr(verify_module, "_made_by_series", built.expected)
+    monkeypatch.setattr(command, "made_by_series", built.expected)
     main()
     printed = capsys.readouterr().out
     for words in (FIX.id, FIX.title, "backport", "https://host.example/40449", "vllm 0.20.2"):
@@ -290,4 +293,4 @@ def test_a_wheel_of_another_patch_set_needs_its_own_checkout(built: Built) -> No
         WheelReader(built.stock) as stock,
         pytest.raises(UsageError, match=r"the wheel is 0\.20\.2\+kvfix\.0\.0\.7, this checkout"),
     ):
-        verify_module._made_by_series(stock, sbom)
+        verify_module.made_by_series(stock, sbom)

@@ -24,8 +24,8 @@ from scripts.system.errors import (
     UsageError,
     WrongReleaseError,
 )
-from scripts.wheel_version import WheelName, is_patched, metadata_header
-from scripts.zip_layout import (
+from scripts.wheel.names import WheelName, is_patched, metadata_header
+from scripts.wheel.zip import (
     LOCAL_HEADER,
     LONGEST_DESCRIPTOR,
     Member,

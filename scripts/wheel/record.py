@@ -9,7 +9,7 @@ import io
 from collections.abc import Iterable, Mapping
 
 from scripts.system.errors import BrokenWheelError
-from scripts.wheel_reader import RecordRow, WheelReader
+from scripts.wheel.reader import RecordRow, WheelReader
 
 # The format forbids md5 and sha1, and the rest of hashlib is not what installers have in common.
 _ALGORITHMS = ("sha256", "sha384", "sha512")

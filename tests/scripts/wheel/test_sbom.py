@@ -11,8 +11,8 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 
 from scripts.project import ROOT
-from scripts.sbom import Sbom, SbomFix, build_sbom, read_sbom
 from scripts.system.errors import BrokenWheelError
+from scripts.wheel.sbom import Sbom, SbomFix, build_sbom, read_sbom
 
 FIXES = (
     SbomFix(
@@ -86,7 +86,7 @@ def test_what_is_written_is_read_back() -> None:
 
 def test_the_same_content_gives_the_same_bytes_in_any_process_and_order() -> None:
     code = (
-        "import sys; from scripts.sbom import SbomFix, build_sbom\n"
+        "import sys; from scripts.wheel.sbom import SbomFix, build_sbom\n"
         f"sys.stdout.buffer.write(build_sbom(fixes={FIXES[::-1]!r}, **{VALUES!r}))"
     )
     for seed in ("1", "2"):
@@ -128,5 +128,7 @@ def test_another_document_is_refused(data: bytes) -> None:
 
 
 def test_reading_does_not_import_the_library() -> None:
-    code = "import sys, scripts.sbom; sys.exit(any('cyclonedx' in name for name in sys.modules))"
+    code = (
+        "import sys, scripts.wheel.sbom; sys.exit(any('cyclonedx' in name for name in sys.modules))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

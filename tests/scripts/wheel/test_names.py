@@ -4,7 +4,7 @@ import pytest
 from packaging.version import Version
 
 from scripts.system.errors import AlreadyPatchedError, BrokenWheelError
-from scripts.wheel_version import (
+from scripts.wheel.names import (
     WheelName,
     dist_info_folder,
     metadata_header,

@@ -17,7 +17,7 @@ from scripts.system.errors import (
     UsageError,
     WrongReleaseError,
 )
-from scripts.wheel_reader import RecordRow, WheelReader
+from scripts.wheel.reader import RecordRow, WheelReader
 from tests.scripts.wheels import (
     NATIVE,
     ODD_NAME,

@@ -15,9 +15,9 @@ from zipfile import ZipInfo
 
 from scripts.system.errors import CheckFailedError
 from scripts.system.files import replacing
-from scripts.wheel_reader import SIGNATURES, WheelReader
-from scripts.wheel_record import record_row, record_text, verify_record
-from scripts.zip_layout import Member, central_directory, renamed_local_header, stored_member
+from scripts.wheel.reader import SIGNATURES, WheelReader
+from scripts.wheel.record import record_row, record_text, verify_record
+from scripts.wheel.zip import Member, central_directory, renamed_local_header, stored_member
 
 _REGULAR_FILE = 0o100644 << 16  # external attributes of a file that the source does not have
 

@@ -5,7 +5,7 @@ import zipfile
 import zlib
 from pathlib import Path
 
-from scripts.zip_layout import central_directory, stored_member
+from scripts.wheel.zip import central_directory, stored_member
 
 LIKE = zipfile.ZipInfo("x", (2026, 5, 8, 20, 9, 8))
 

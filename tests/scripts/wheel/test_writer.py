@@ -18,11 +18,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from scripts import wheel_writer
 from scripts.project import ROOT
 from scripts.system.errors import CheckFailedError
-from scripts.wheel_reader import WheelReader
-from scripts.wheel_writer import write_wheel
+from scripts.wheel import writer
+from scripts.wheel.reader import WheelReader
+from scripts.wheel.writer import write_wheel
 from tests.scripts.wheels import (
     NATIVE,
     ODD_NAME,
@@ -194,15 +194,15 @@ def test_a_result_that_does_not_read_back_never_gets_its_name(
     tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a disk that stores other bytes than it was given."""
-    write_bytes = wheel_writer._Output._write
+    write_bytes = writer._Output._write
 
-    def spoiled(output: wheel_writer._Output, data: bytes) -> None:
+    def spoiled(output: writer._Output, data: bytes) -> None:
         write_bytes(output, data.replace(b"return 2", b"return 3"))
 
     with opened(stock_wheel_file(tmp_path)) as (stock, changes):
         target = out / changes.file_name
         target.write_bytes(b"old")
-        monkeypatch.setattr(wheel_writer._Output, "_write", spoiled)
+        monkeypatch.setattr(writer._Output, "_write", spoiled)
         with pytest.raises(CheckFailedError, match="cannot be read: Bad CRC"):
             write(stock, changes, out)
     assert target.read_bytes() == b"old"

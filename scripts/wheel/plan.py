@@ -14,16 +14,16 @@ from scripts.patchset.overlay import build_record, overlay_files, provenance, st
 from scripts.patchset.patch import Offset, Patch, apply_patches
 from scripts.patchset.registry import Fix, Registry
 from scripts.project import project
-from scripts.sbom import SBOM_PATH, SbomFix, build_sbom
-from scripts.wheel_reader import WheelReader
-from scripts.wheel_version import (
+from scripts.wheel.names import (
     VERSION_MODULE,
     dist_info_folder,
     patched_metadata,
     patched_version,
     patched_version_module,
 )
-from scripts.wheel_writer import renamed
+from scripts.wheel.reader import WheelReader
+from scripts.wheel.sbom import SBOM_PATH, SbomFix, build_sbom
+from scripts.wheel.writer import renamed
 
 
 @dataclass(frozen=True)
