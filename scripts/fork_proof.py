@@ -18,9 +18,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scripts.branch import branch_name, commit_fixes
+from scripts.commits.clone import apply_to_tree
+from scripts.commits.fixes import branch_name, commit_fixes
+from scripts.commits.patches import release_repository
 from scripts.environment import Environment
-from scripts.export import release_repository
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Fix, Registry
@@ -31,7 +32,6 @@ from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.system.git import Repository, identity
 from scripts.system.process import run
-from scripts.tree import apply_to_tree
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import release_tree

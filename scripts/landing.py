@@ -19,7 +19,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.export import DATE, patch_text
+from scripts.commits.patches import DATE, patch_text
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import Series, releases_by_line
 from scripts.project import PATCHES, ROOT, project

@@ -64,7 +64,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _apply_to_tree(folder: Path, release: str, series: Series, registry: Registry) -> None:
-    from scripts.tree import apply_to_tree  # GitPython is not needed for a wheel
+    from scripts.commits.clone import apply_to_tree  # GitPython is not needed for a wheel
 
     branch = f"kvfix/{release}"
     offsets = apply_to_tree(folder, branch, release, series.patches, registry)

@@ -26,7 +26,7 @@ from pathlib import Path
 from rich.table import Table
 
 from scripts import forward_tests
-from scripts.export import commit_hooks, patch_text, release_repository
+from scripts.commits.patches import commit_hooks, patch_text, release_repository
 from scripts.patchset.documents import documents
 from scripts.patchset.hooks import logic_in_hooks
 from scripts.patchset.overlay import overlay_files, stamp_all

@@ -33,8 +33,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from scripts import landing
-from scripts.commands.edit import changed_files
-from scripts.export import DATE, commit_hooks
+from scripts.commits.patches import DATE, commit_hooks
+from scripts.commits.worktree import changed_files
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import Series, load_series, releases_by_line
 from scripts.project import ROOT

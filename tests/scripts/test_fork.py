@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands.export import write_export
+from scripts.commits.bundle import write_export
 from scripts.patchset.overlay import overlay_files, provenance, stamp_all
 from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import load_registry

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.export import patch_text
+from scripts.commits.patches import patch_text
 from scripts.system.errors import GitError
 from scripts.system.git import Repository
 from tests.scripts.repos import commit, git

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.branch import commit_fixes
+from scripts.commits.fixes import commit_fixes
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Offset, Patch
 from scripts.patchset.registry import Registry

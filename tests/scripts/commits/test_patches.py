@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import export
-from scripts.export import commit_hooks, patch_text, release_repository
+from scripts.commits import patches
+from scripts.commits.patches import commit_hooks, patch_text, release_repository
 from scripts.patchset.patch import Patch, read_patch
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository
@@ -19,7 +19,7 @@ def release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put the small vLLM in place of all releases."""
     folder = tmp_path / "release"
     write(folder, {**toys.FILES, ".gitignore": "*.py\n", "vllm/notes.tmp": "\r\n"})
-    monkeypatch.setattr(export, "release_tree", lambda release: folder)
+    monkeypatch.setattr(patches, "release_tree", lambda release: folder)
     return folder
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commits.clone import apply_to_tree
 from scripts.patchset.patch import Offset
 from scripts.system.errors import (
     AlreadyPatchedError,
@@ -18,7 +19,6 @@ from scripts.system.errors import (
     WrongReleaseError,
 )
 from scripts.system.process import run
-from scripts.tree import apply_to_tree
 from tests.scripts import toys
 from tests.scripts.repos import commit, git, write
 from tests.scripts.system.test_git import hostile as hostile  # a fixture
