@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.environment import Environment, stage
 from scripts.patchset.series import load_series
 from scripts.project import ROOT
+from scripts.prove.environment import Environment, stage
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run

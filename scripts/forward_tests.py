@@ -18,7 +18,7 @@ from packaging.version import Version
 from scripts.cut_tests import Cut, Wanted
 from scripts.patchset.registry import LaterTest, Registry
 from scripts.project import ROOT, project
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.system.errors import KvfixError
 from scripts.upstream.tree import release_tree
 

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-from scripts.environment import installer, make_venv, needs
 from scripts.project import ROOT, read_toml
+from scripts.prove.environment import installer, make_venv, needs
 from scripts.system.console import err
 from scripts.system.errors import NotLockedError
 from scripts.system.files import sha256

@@ -8,7 +8,7 @@ from enum import Enum
 from pathlib import Path
 
 from scripts.project import ROOT
-from scripts.stock import Stock
+from scripts.prove.stock import Stock
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
 from scripts.threeway import Status

@@ -14,7 +14,7 @@ from enum import Enum
 from packaging.specifiers import SpecifierSet
 
 from scripts.patchset.registry import Fix
-from scripts.pytest_run import Outcome, is_of
+from scripts.prove.outcomes import Outcome, is_of
 
 Outcomes = Mapping[str, Outcome]
 

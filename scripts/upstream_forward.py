@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from scripts.forward_tests import ForwardTest, owner
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.upstream_compare import said
 
 Sides = Mapping[str, Mapping[str, Outcome]]

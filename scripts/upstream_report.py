@@ -11,7 +11,7 @@ from xml.etree import ElementTree as Xml
 from rich.table import Table
 
 from scripts.project import project
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.system.files import replacing
 from scripts.upstream_compare import Change, is_named, reason, said
 from scripts.upstream_side import Outcomes, Side

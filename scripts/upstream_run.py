@@ -11,7 +11,7 @@ from functools import partial
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.system.console import err
 from scripts.upstream_side import Job, Outcomes, Side
 

@@ -1,7 +1,8 @@
 """One side of a comparison: a vLLM wheel, upstream's tests of its release, and how they are run.
 
-Both sides have the same interpreter and dependencies (`scripts.environment`). Each has its own
-copy of the tests, and its own wheel: installed into a folder that comes first on the import path,
+Both sides have the same interpreter and dependencies (`scripts.prove.environment`).
+Each has its own copy of the tests, and its own wheel: installed into a folder that comes first on
+the import path,
 so the sides can run at the same time, and what is tested is what an installer makes of the wheel.
 The environment's own vLLM is hidden on both sides. Nothing else is shared either: each side has its
 own cache of vLLM's, each process its own side-channel port and folder for temporary files.
@@ -24,10 +25,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.environment import Environment
 from scripts.model_cache import write_models
 from scripts.project import ROOT
-from scripts.pytest_run import Outcome, outcomes_of
+from scripts.prove.environment import Environment
+from scripts.prove.outcomes import Outcome, outcomes_of
 from scripts.system.errors import CheckFailedError, CommandError, UsageError
 from scripts.system.files import replacing, sha256
 from scripts.system.process import run

@@ -20,12 +20,12 @@ from pathlib import Path
 from scripts.commits.bundle import write_export
 from scripts.commits.clone import apply_to_tree
 from scripts.commits.fixes import branch_name
-from scripts.fork_proof import prove_export
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.series import load_series
 from scripts.project import DIST, project, supported_release
+from scripts.prove.export import prove_export
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.upstream.lock import locked_release

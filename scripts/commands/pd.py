@@ -26,12 +26,13 @@ from typing import Any
 from rich.markup import escape
 from rich.table import Table
 
-from scripts.environment import stage
 from scripts.patchset.registry import Registry, load_registry
 from scripts.pd_environment import SIDES, PdEnvironment
 from scripts.pd_picture import draw
 from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.pytest_run import WHOLE_RUN, Outcome, outcomes_of
+from scripts.prove.environment import stage
+from scripts.prove.outcomes import Outcome, outcomes_of
+from scripts.prove.pytest import WHOLE_RUN
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run

@@ -38,8 +38,8 @@ from scripts.commits.worktree import changed_files
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import Series, load_series, releases_by_line
 from scripts.project import ROOT
+from scripts.prove.stock import Stock, ask_stock, on_record
 from scripts.rebase_state import STATE, WORK, Phase, Result, State, load_state
-from scripts.stock import Stock, ask_stock, on_record
 from scripts.system.console import entry, err, out
 from scripts.system.errors import NeedsPersonError, NoLineError, UsageError
 from scripts.system.files import only_process

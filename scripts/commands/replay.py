@@ -21,15 +21,15 @@ from dataclasses import dataclass, replace
 from packaging.version import Version
 
 from scripts.commands.rebase import Trial, try_all
-from scripts.environment import Environment
 from scripts.patchset.overlay import overlay_files
 from scripts.patchset.registry import Fix, Registry, Spared, load_registry
 from scripts.patchset.series import load_series
 from scripts.project import REPORTS, ROOT, project
-from scripts.proofs import of_fix
-from scripts.pytest_run import run_pytest
+from scripts.prove.environment import Environment
+from scripts.prove.pytest import run_pytest
+from scripts.prove.record import of_fix
+from scripts.prove.stock import Stock, judge, on_record
 from scripts.rebase_state import Result
-from scripts.stock import Stock, on_record, verdict
 from scripts.system.console import entry, err, out
 from scripts.system.files import replace_text
 from scripts.threeway import Status
@@ -129,7 +129,7 @@ def _prove(release: str, source: str, trial: Trial) -> dict[str, bool]:
     proven = {}
     for fix in fixes:
         own = of_fix(fix, release, outcomes)
-        proven[fix.id] = verdict(replace(fix, spared=()), release, own) is Stock.PASSES
+        proven[fix.id] = judge(replace(fix, spared=()), release, own) is Stock.PASSES
     return proven
 
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 
-from scripts.environment import Environment
 from scripts.project import ROOT, project, supported_release
-from scripts.pytest_run import start_pytest
+from scripts.prove.environment import Environment
+from scripts.prove.pytest import start_pytest
 from scripts.system.console import entry, err
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel

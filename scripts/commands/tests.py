@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import sys
 
-from scripts.environment import Environment
 from scripts.project import ROOT, project
-from scripts.pytest_run import start_pytest
+from scripts.prove.environment import Environment
+from scripts.prove.pytest import start_pytest
 from scripts.system.console import entry
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel

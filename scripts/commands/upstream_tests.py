@@ -24,11 +24,11 @@ from dataclasses import replace
 from packaging.version import InvalidVersion, Version
 
 from scripts import forward_tests, upstream_forward, upstream_report
-from scripts.environment import Environment
 from scripts.forward_tests import ForwardTest, owner
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import Series, load_series
 from scripts.project import REPORTS, project
+from scripts.prove.environment import Environment
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.upstream.lock import locked_release

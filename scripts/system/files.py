@@ -9,6 +9,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import BinaryIO
 
@@ -110,6 +111,12 @@ def sha256(path: Path, on_progress: Callable[[int], None] | None = None) -> str:
             if on_progress is not None:
                 on_progress(count)
     return digest.hexdigest()
+
+
+@cache
+def sha256_once(path: Path) -> str:
+    """Return the sha256 of a file that does not change while this process runs."""
+    return sha256(path)
 
 
 def replace_text(path: Path, text: str) -> None:

@@ -10,7 +10,7 @@ from scripts import forward_tests
 from scripts.forward_tests import ForwardTest
 from scripts.patchset.registry import LaterTest, Registry, load_registry
 from scripts.project import project
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from tests.scripts import toys
 from tests.scripts.patchset.test_registry import ENTRY, HEAD, faults
 from tests.scripts.repos import write

@@ -10,7 +10,7 @@ import pytest
 from scripts.commands.pd import Scenario, _enter, _faults, _write_report
 from scripts.pd_environment import _pinned, _requirements
 from scripts.pd_picture import draw
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.system.errors import NotLockedError
 from tests.scripts import toys
 

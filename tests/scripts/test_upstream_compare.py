@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.patchset.registry import UpstreamTest
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.upstream_compare import Change, compare, faults, named, reason, said, settle
 from tests.scripts import toys
 

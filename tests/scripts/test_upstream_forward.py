@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from scripts.forward_tests import ForwardTest
-from scripts.pytest_run import Outcome
+from scripts.prove.outcomes import Outcome
 from scripts.upstream_forward import faults, verdicts
 
 PASSED = Outcome("passed")

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from scripts import forward_tests, upstream_selection, upstream_side
 from scripts.commands import upstream_tests
-from scripts.environment import Environment
 from scripts.forward_tests import ForwardTest
 from scripts.patchset.registry import Registry, UpstreamTest
+from scripts.prove.environment import Environment
 from scripts.system.console import entry
 from tests.scripts import toys, wheels
 

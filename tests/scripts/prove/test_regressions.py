@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands.regressions import Outcomes, Verdict, _as_json, _faults
 from scripts.patchset.registry import Registry, Spared, Unpatched
 from scripts.project import ROOT
-from scripts.proofs import of_fix
-from scripts.pytest_run import Outcome, outcomes_of
+from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
+from scripts.prove.record import of_fix
+from scripts.prove.regressions import Verdict, _faults, as_json
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"
@@ -212,7 +212,7 @@ def test_a_part_without_a_patch_is_left_out(release: str, says: bool) -> None:
 
 def test_the_report_says_whether_a_fix_stands_alone() -> None:
     verdict = Verdict("1", True, outcomes(_1=FAILED), outcomes(_1=PASSED), outcomes(_1=PASSED))
-    document = _as_json(verdict)
+    document = as_json(verdict)
     assert json.loads(json.dumps(document)) == document
     assert document["flips_alone"] is True
     assert document["stock"] == {
@@ -223,7 +223,7 @@ def test_the_report_says_whether_a_fix_stands_alone() -> None:
         }
     }
     verdict.faults.append("1, alone, tests of 2: x passed, expected failed")
-    assert _as_json(verdict)["flips_alone"] is False
+    assert as_json(verdict)["flips_alone"] is False
 
 
 def row(node: str, outcome: str, when: str = "call", **more: object) -> dict[str, object]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.fork_proof import compare
+from scripts.prove.export import compare
 from scripts.wheel.names import VERSION_MODULE
 from tests.scripts import toys
 from tests.scripts.checkouts import wheel_name

@@ -59,8 +59,8 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
     code = (
         "import json, sys\n"
         "from scripts.patchset.registry import load_registry\n"
-        "from scripts.proofs import inputs, record\n"
-        "from scripts.pytest_run import Outcome\n"
+        "from scripts.prove.record import inputs, record\n"
+        "from scripts.prove.pytest import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
         "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
         "record(release, side, [(fix, inputs(fix, release, side))], nodes)\n"

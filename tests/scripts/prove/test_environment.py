@@ -5,8 +5,8 @@ import shutil
 import pytest
 from packaging.requirements import Requirement
 
-from scripts import environment
-from scripts.environment import Environment, needs
+from scripts.prove import environment
+from scripts.prove.environment import Environment, needs
 from scripts.system.errors import UsageError
 from scripts.upstream.lock import load_lock
 

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from scripts.patchset.registry import Spared
-from scripts.pytest_run import Outcome
-from scripts.stock import Stock, verdict
+from scripts.prove.outcomes import Outcome
+from scripts.prove.stock import Stock, judge
 from tests.scripts import toys
 
 PASSED = Outcome("passed")
@@ -32,16 +32,16 @@ def test_only_tests_that_ran_to_their_end_say_something(
     outcomes: list[Outcome], said: Stock
 ) -> None:
     named = {f"tests/a.py::test_{n}": outcome for n, outcome in enumerate(outcomes)}
-    assert verdict(toys.fix("1"), "0.20.2", named) is said
+    assert judge(toys.fix("1"), "0.20.2", named) is said
 
 
 def test_what_the_registry_spares_has_to_pass_and_says_no_more() -> None:
     spared = Spared(releases=">=0.22", tests=("tests/a.py::test_0",), reason="upstream has it")
     fix = toys.fix("1", applies_to=">=0.20", spared=(spared,))
     part = {"tests/a.py::test_0[x]": PASSED, "tests/a.py::test_1": FAILED}
-    assert verdict(fix, "0.22.0", part) is Stock.FAILS
-    assert verdict(fix, "0.21.0", part) is Stock.MIXED
+    assert judge(fix, "0.22.0", part) is Stock.FAILS
+    assert judge(fix, "0.21.0", part) is Stock.MIXED
     other = {"tests/a.py::test_0[x]": RAISED, "tests/a.py::test_1": FAILED}
-    assert verdict(fix, "0.22.0", other) is Stock.FAILS
+    assert judge(fix, "0.22.0", other) is Stock.FAILS
     everything = dict.fromkeys(part, PASSED)
-    assert verdict(fix, "0.22.0", everything) is Stock.PASSES
+    assert judge(fix, "0.22.0", everything) is Stock.PASSES

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from enum import Enum
 
-from scripts.environment import Environment
 from scripts.patchset.registry import Fix
-from scripts.proofs import inputs, proofs, record
-from scripts.pytest_run import Outcome, is_of, run_pytest
+from scripts.prove.environment import Environment
+from scripts.prove.outcomes import Outcome, is_of
+from scripts.prove.pytest import run_pytest
+from scripts.prove.record import inputs, proofs, record
 from scripts.system.console import err
 
 
@@ -55,11 +56,11 @@ def on_record(release: str, fixes: Sequence[Fix]) -> dict[str, Stock]:
     for fix in fixes:
         proof = recorded.get((fix.id, "stock"))
         if proof is not None and proof.inputs == inputs(fix, release, "stock"):
-            said[fix.id] = verdict(fix, release, proof.outcomes)
+            said[fix.id] = judge(fix, release, proof.outcomes)
     return said
 
 
-def verdict(fix: Fix, release: str, outcomes: Mapping[str, Outcome]) -> Stock:
+def judge(fix: Fix, release: str, outcomes: Mapping[str, Outcome]) -> Stock:
     """Return what the outcomes of the tests of `fix`, by node id, say of `release`.
 
     A test that errors, is skipped, or fails where none of its own assertions does, says nothing:

@@ -21,13 +21,14 @@ from typing import Any
 from scripts.commits.clone import apply_to_tree
 from scripts.commits.fixes import branch_name, commit_fixes
 from scripts.commits.patches import release_repository
-from scripts.environment import Environment
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Fix, Registry
 from scripts.project import REPORTS, ROOT, project
-from scripts.proofs import of_fix, tests_hash
-from scripts.pytest_run import Outcome, is_of, run_pytest
+from scripts.prove.environment import Environment
+from scripts.prove.outcomes import Outcome, is_of
+from scripts.prove.pytest import run_pytest
+from scripts.prove.record import of_fix, tests_hash
 from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.system.git import Repository, identity

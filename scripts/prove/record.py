@@ -19,8 +19,9 @@ from scripts.patchset.overlay import imported_modules, overlay_files
 from scripts.patchset.registry import Fix
 from scripts.patchset.series import load_series
 from scripts.project import PATCHES, REPORTS, ROOT
-from scripts.pytest_run import PLUGIN, Outcome, is_of
-from scripts.system.files import replacing
+from scripts.prove.outcomes import Outcome, is_of
+from scripts.prove.pytest import PLUGIN
+from scripts.system.files import replacing, sha256_once
 from scripts.upstream.lock import load_lock
 
 Side = Literal["stock", "patched"]
@@ -40,7 +41,7 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
 
     It is the same on every machine: the release goes in by its sdist, not by one of its wheels.
     """
-    parts = [load_lock()[release].sdist.sha256, *map(_sha256_of_file, _test_files(fix.tests))]
+    parts = [load_lock()[release].sdist.sha256, *map(sha256_once, _test_files(fix.tests))]
     parts += fix.left_open_on(release)
     if side == "patched":
         parts.append(_patch_set(load_lock()[release].line))
@@ -49,7 +50,7 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
 
 def tests_hash(fix: Fix) -> str:
     """Return a hash of the tests of `fix` and of all below tests/ that they import."""
-    digests = map(_sha256_of_file, _test_files(fix.tests))
+    digests = map(sha256_once, _test_files(fix.tests))
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
@@ -117,11 +118,6 @@ def _test_files(tests: tuple[str, ...]) -> tuple[Path, ...]:
                 if m.startswith("tests.")
             ]
     return tuple(sorted(found))
-
-
-@cache
-def _sha256_of_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @cache

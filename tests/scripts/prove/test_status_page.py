@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from scripts.patchset.registry import Registry
-from scripts.status_page import COLOURS, SYMBOLS, as_html, as_markdown
+from scripts.prove.status_page import COLOURS, SYMBOLS, as_html, as_markdown
 from tests.scripts import toys
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
