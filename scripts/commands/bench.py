@@ -13,8 +13,8 @@ from dataclasses import asdict
 
 from rich.table import Table
 
-from scripts.bench_apply import ApplyReport, measure_apply
-from scripts.bench_worker import WorkerReport, measure_worker
+from scripts.bench.apply import ApplyReport, measure_apply
+from scripts.bench.worker import WorkerReport, measure_worker
 from scripts.project import REPORTS, project
 from scripts.system.console import entry, out
 from scripts.system.errors import CheckFailedError, UsageError

@@ -25,7 +25,6 @@ from pathlib import Path
 
 from rich.table import Table
 
-from scripts import forward_tests
 from scripts.commits.patches import commit_hooks, patch_text, release_repository
 from scripts.patchset.documents import documents
 from scripts.patchset.hooks import logic_in_hooks
@@ -39,6 +38,7 @@ from scripts.system.errors import CheckFailedError, KvfixError
 from scripts.system.process import run
 from scripts.typecheck import typecheck
 from scripts.upstream.tree import read_source
+from scripts.upstream_tests import later
 
 _PYTHON = ("scripts", "vllm_overlay", "tests", "noxfile.py")
 
@@ -94,7 +94,7 @@ def _patch_set() -> Iterator[str]:
             yield from _application(series, registry, release)
         yield from _reexport(series, registry, releases[series.line][-1])
         used |= overlay_files(series.patches).keys()
-    yield from forward_tests.faults(registry)
+    yield from later.registry_faults(registry)
     yield from (
         f"{path.relative_to(ROOT)}: no hook of any line reaches this module"
         for path in sorted(OVERLAY.rglob("*.py"))

@@ -2,9 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.forward_tests import ForwardTest
 from scripts.prove.outcomes import Outcome
-from scripts.upstream_forward import faults, verdicts
+from scripts.upstream_tests.later import ForwardTest, outcome_faults, results_by_test
 
 PASSED = Outcome("passed")
 FAILED = Outcome("failed", "tests/a.py:3", "AssertionError: wrong blocks")
@@ -23,7 +22,7 @@ def test_each_outcome_has_its_origin() -> None:
         },
         "patched": {"tests/a.py::one[x]": PASSED},
     }
-    found = verdicts(LISTED, outcomes)
+    found = results_by_test(LISTED, outcomes)
     assert found == {
         "tests/a.py::one[x]": {
             "fix": "42097",
@@ -64,13 +63,13 @@ def test_a_later_test_has_to_do_what_is_listed(
         for side, result in zip(outcomes, results, strict=True):
             if result is not None:
                 outcomes[side][node] = result
-    found = list(faults(LISTED, outcomes, whole=True))
+    found = list(outcome_faults(LISTED, outcomes, whole=True))
     assert len(found) == bool(said)
     assert all(said in fault for fault in found)
     unlisted = {side: {**of_side, "tests/b.py::x": FAILED} for side, of_side in outcomes.items()}
-    assert list(faults(LISTED, unlisted, whole=True)) == found
+    assert list(outcome_faults(LISTED, unlisted, whole=True)) == found
 
 
 def test_of_a_part_a_later_test_may_be_missing() -> None:
-    assert list(faults(LISTED, {"stock": {}, "patched": {}}, whole=False)) == []
-    assert len(list(faults(LISTED, {"stock": {}, "patched": {}}, whole=True))) == 2
+    assert list(outcome_faults(LISTED, {"stock": {}, "patched": {}}, whole=False)) == []
+    assert len(list(outcome_faults(LISTED, {"stock": {}, "patched": {}}, whole=True))) == 2

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from scripts import forward_tests
-from scripts.forward_tests import ForwardTest
 from scripts.patchset.registry import LaterTest, Registry, load_registry
 from scripts.project import project
 from scripts.prove.outcomes import Outcome
+from scripts.upstream_tests import later as forward_tests
+from scripts.upstream_tests.later import ForwardTest
 from tests.scripts import toys
 from tests.scripts.patchset.test_registry import ENTRY, HEAD, faults
 from tests.scripts.repos import write
@@ -127,7 +127,7 @@ def test_all_faults_of_the_list_are_found(folder: Path) -> None:
         later("0.22.0", "test_around::test_inner", on="==0.21.0", parameters=("1",)),
     )
     write(folder.parents[1], {f"{r}/vllm/__init__.py": "" for r in project().releases})
-    found = "\n".join(forward_tests.faults(listed))
+    found = "\n".join(forward_tests.registry_faults(listed))
     for said in (
         f"fix 2: {PATH}::test_it of 0.22.0 runs on no release",
         "0.20.2: forward tests of 0.22.0: tests/unit/test_it.py needs vllm.gone.x",

@@ -14,9 +14,7 @@ from enum import Enum
 from packaging.specifiers import SpecifierSet
 
 from scripts.patchset.registry import Fix
-from scripts.prove.outcomes import Outcome, is_of
-
-Outcomes = Mapping[str, Outcome]
+from scripts.prove.outcomes import Outcome, Outcomes, is_of
 
 
 class Change(Enum):

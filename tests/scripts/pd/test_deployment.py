@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands.pd import Scenario, _enter, _faults, _write_report
-from scripts.pd_environment import _pinned, _requirements
-from scripts.pd_picture import draw
+from scripts.pd.deployment import Scenario, enter, faults_of, write_report
+from scripts.pd.environment import _pinned, _requirements
+from scripts.pd.picture import draw
 from scripts.prove.outcomes import Outcome
 from scripts.system.errors import NotLockedError
 from tests.scripts import toys
@@ -25,7 +25,7 @@ BOTH = ["stock", "patched"]
 def faults(shows: tuple[str, ...] = (), **outcomes: Outcome) -> list[str]:
     registry = toys.registry(toys.fix("1"), toys.fix("2", applies_to="<0.20"))
     scenarios = {NODE: Scenario(NODE, shows, outcomes)}
-    return list(_faults(scenarios, list(outcomes), "0.20.2", registry))
+    return list(faults_of(scenarios, list(outcomes), "0.20.2", registry))
 
 
 def test_a_defect_is_shown_on_stock_and_absent_on_patched() -> None:
@@ -68,7 +68,7 @@ def test_anything_else_is_a_fault(
 def test_a_test_that_did_not_run_on_patched_is_a_fault() -> None:
     registry = toys.registry(toys.fix("1"))
     scenarios = {NODE: Scenario(NODE, ("1",), {"stock": FAILED})}
-    (fault,) = _faults(scenarios, BOTH, "0.20.2", registry)
+    (fault,) = faults_of(scenarios, BOTH, "0.20.2", registry)
     assert fault == f"{NODE} did not run on patched"
 
 
@@ -83,7 +83,7 @@ def test_outcomes_and_figures_are_read_from_what_pytest_logged(tmp_path: Path) -
     log = tmp_path / "pytest.jsonl"
     log.write_text(json.dumps(row))
     scenarios: dict[str, Scenario] = {}
-    _enter(log, "patched", scenarios)
+    enter(log, "patched", scenarios)
     expected = Scenario(NODE, ("1",), {"patched": PASSED}, {"patched": {"released_s": 0.2}})
     assert scenarios == {NODE: expected}
 
@@ -91,13 +91,13 @@ def test_outcomes_and_figures_are_read_from_what_pytest_logged(tmp_path: Path) -
 def test_a_run_of_one_side_renews_its_entries_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("scripts.commands.pd.REPORTS", tmp_path)
+    monkeypatch.setattr("scripts.pd.deployment.REPORTS", tmp_path)
     both = {"stock": FAILED, "patched": FAILED}
     other = Scenario("other", (), {"patched": PASSED})
     first = {NODE: Scenario(NODE, ("1",), both), "other": other}
-    _write_report("0.20.2", first, {"stock": 9.0, "patched": 7.0}, whole=True)
+    write_report("0.20.2", first, {"stock": 9.0, "patched": 7.0}, whole=True)
     again = {NODE: Scenario(NODE, ("1",), {"patched": PASSED})}
-    _write_report("0.20.2", again, {"patched": 1.0}, whole=False)
+    write_report("0.20.2", again, {"patched": 1.0}, whole=False)
     report = json.loads((tmp_path / "pd-0.20.2.json").read_text())
     assert report["seconds"] == {"stock": 9.0, "patched": 7.0}
     assert report["scenarios"][NODE]["stock"]["result"] == "failed"

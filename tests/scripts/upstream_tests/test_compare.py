@@ -4,7 +4,7 @@ import pytest
 
 from scripts.patchset.registry import UpstreamTest
 from scripts.prove.outcomes import Outcome
-from scripts.upstream_compare import Change, compare, faults, named, reason, said, settle
+from scripts.upstream_tests.compare import Change, compare, faults, named, reason, said, settle
 from tests.scripts import toys
 
 PASSED, SKIPPED = Outcome("passed"), Outcome("skipped", "", "why")

@@ -5,8 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.model_cache import MODELS, _byte_characters, write_models
 from scripts.project import ROOT
+from scripts.upstream_tests.models import MODELS, _byte_characters, write_models
 
 
 def test_a_model_lies_where_the_hub_keeps_it(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_each_byte_has_a_character_of_its_own() -> None:
 
 def test_it_can_be_written_by_hand(tmp_path: Path) -> None:
     result = subprocess.run(
-        [sys.executable, "-m", "scripts.model_cache", str(tmp_path)],
+        [sys.executable, "-m", "scripts.upstream_tests.models", str(tmp_path)],
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -1,26 +1,28 @@
 """Forward tests: what upstream later wrote about a defect, run on the releases that kvfix patches.
 
 `patches/fixes.toml` lists the test functions by fix (`[[fix.forward-test]]`); `write` cuts them
-out of the pinned later sdist (`scripts.cut_tests`) into a tests tree of the release, where its own
-helpers are. Each has to fail on stock, in the way that the table says, and to pass on patched; or
-the table says why it passes on stock, and then it shows no more than that nothing broke.
+out of the pinned later sdist (`scripts.upstream_tests.cut`) into a tests tree of the release, where
+its own helpers are. Each has to fail on stock, in the way that the table says, and to pass on
+patched; or the table says why it passes on stock, and then it shows no more than that nothing
+broke.
 """
 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 
 from packaging.version import Version
 
-from scripts.cut_tests import Cut, Wanted
 from scripts.patchset.registry import LaterTest, Registry
 from scripts.project import ROOT, project
 from scripts.prove.outcomes import Outcome
 from scripts.system.errors import KvfixError
 from scripts.upstream.tree import release_tree
+from scripts.upstream_tests.compare import said
+from scripts.upstream_tests.cut import Cut, Wanted
 
 ADAPTERS = ROOT / "tests" / "forward_adapters.py"
 """Our fixtures that stand between a later test and an earlier release whose interface differs."""
@@ -110,7 +112,7 @@ def owner(node: str, listed: dict[str, ForwardTest]) -> ForwardTest | None:
     return listed.get(node) or listed.get(node.partition("[")[0])
 
 
-def faults(registry: Registry) -> Iterator[str]:
+def registry_faults(registry: Registry) -> Iterator[str]:
     """Yield what is wrong with the registry's forward tests, as far as files can tell."""
     for fix in registry.fixes.values():
         for later in fix.forward_tests:
@@ -147,3 +149,50 @@ def _plan(release: str, registry: Registry) -> tuple[list[_File], list[tuple[str
             for suffix in [f"[{one}]" for one in later.parameters] or [""]:
                 listed.append((f"{file.target}::{node}{suffix}", test))
     return list(files.values()), listed
+
+
+_Sides = Mapping[str, Mapping[str, Outcome]]
+_ABSENT = Outcome("absent")
+
+
+def results_by_test(listed: dict[str, ForwardTest], outcomes: _Sides) -> dict[str, dict[str, str]]:
+    """Return for each test that ran where it comes from and what came of it on each side."""
+    found: dict[str, dict[str, str]] = {}
+    for node in sorted({node for of_side in outcomes.values() for node in of_side}):
+        one = owner(node, listed)
+        if one is None:
+            continue
+        results = {side: of_side.get(node, _ABSENT) for side, of_side in outcomes.items()}
+        found[node] = {
+            "fix": one.fix,
+            "from": one.release,
+            "test": one.test,
+            **({} if one.discriminates else {"does not discriminate": one.reason}),
+            **{side: outcome.result for side, outcome in results.items()},
+        }
+        bad = [outcome for outcome in results.values() if outcome.result in ("failed", "error")]
+        if bad:
+            found[node]["said"] = said(bad[0])
+    return found
+
+
+def outcome_faults(
+    listed: dict[str, ForwardTest], outcomes: _Sides, *, whole: bool
+) -> Iterator[str]:
+    """Yield what a test of a later release should have done on one of the sides, and did not.
+
+    Args:
+        listed: The tests of later releases.
+        outcomes: By side, "stock" and "patched", and node id.
+        whole: Whether all of them were to run.
+    """
+    stock, patched = outcomes["stock"], outcomes["patched"]
+    ran = {node: owner(node, listed) for node in sorted(stock.keys() | patched.keys())}
+    for node, one in ran.items():
+        if one is not None:
+            fault = one.fault(stock.get(node, _ABSENT), patched.get(node, _ABSENT))
+            if fault:
+                yield f"{one.fix}: {node} (of {one.release}) {fault}"
+    for node, one in listed.items() if whole else ():
+        if not any(other == node or other.partition("[")[0] == node for other in ran):
+            yield f"{one.fix}: {node} (of {one.release}) did not run"

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.upstream_selection import affected, batches, recommended
+from scripts.upstream_tests.selection import affected, batches, recommended
 
 WORKER = "vllm/nixl/worker.py"
 FILES = {

@@ -11,9 +11,9 @@ from functools import partial
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from scripts.prove.outcomes import Outcome
+from scripts.prove.outcomes import Outcome, Outcomes
 from scripts.system.console import err
-from scripts.upstream_side import Job, Outcomes, Side
+from scripts.upstream_tests.side import Job, Side
 
 _AT_A_TIME = max(1, min(4, os.cpu_count() or 1))  # a process takes 1.5 GB
 

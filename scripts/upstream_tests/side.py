@@ -25,14 +25,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from scripts.model_cache import write_models
 from scripts.project import ROOT
 from scripts.prove.environment import Environment
-from scripts.prove.outcomes import Outcome, outcomes_of
+from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
 from scripts.system.errors import CheckFailedError, CommandError, UsageError
 from scripts.system.files import replacing, sha256
 from scripts.system.process import run
 from scripts.upstream.tree import release_tree
+from scripts.upstream_tests.models import write_models
 
 WORK = ROOT / ".work" / "upstream"
 PLUGIN = ROOT / "tests" / "vllm_cpu.py"
@@ -41,8 +41,6 @@ _GRACE = 60.0  # seconds more without a word from pytest, after which it is past
 _START = 900.0  # seconds until the first word: vLLM is imported, on a busy machine and uncompiled
 _ENDED_WELL = (0, 1, 5)  # exit codes of pytest: all passed, some failed, none selected
 _LIVES = 4  # processes for one job, where the interpreter dies
-
-Outcomes = dict[str, Outcome]
 
 
 @dataclass(frozen=True)

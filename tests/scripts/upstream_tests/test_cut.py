@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.cut_tests import MODULES, Cut, Wanted
 from scripts.system.errors import RegistryError
+from scripts.upstream_tests.cut import MODULES, Cut, Wanted
 from tests.scripts.repos import write
 
 WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"

@@ -11,10 +11,10 @@ from xml.etree import ElementTree as Xml
 from rich.table import Table
 
 from scripts.project import project
-from scripts.prove.outcomes import Outcome
+from scripts.prove.outcomes import Outcome, Outcomes
 from scripts.system.files import replacing
-from scripts.upstream_compare import Change, is_named, reason, said
-from scripts.upstream_side import Outcomes, Side
+from scripts.upstream_tests.compare import Change, is_named, reason, said
+from scripts.upstream_tests.side import Side
 
 _QUIET = (Change.STILL_PASSING, Change.SKIPPED_IN_BOTH)  # reported by their names only
 

@@ -1,6 +1,6 @@
 """A model hub's cache without a hub: the models that upstream's own tests name, without weights.
 
-    python -m scripts.model_cache DIR
+    python -m scripts.upstream_tests.models DIR
     HF_HOME=DIR HF_HUB_OFFLINE=1 python -m pytest ...
 
 Each model has a `config.json` with the published dimensions, a `generation_config.json`, and a
@@ -238,7 +238,7 @@ def _byte_characters() -> list[str]:
 def main() -> None:
     """Write the cache into the folder that the command line names."""
     parser = argparse.ArgumentParser(
-        prog="python -m scripts.model_cache",
+        prog="python -m scripts.upstream_tests.models",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
