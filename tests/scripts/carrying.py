@@ -81,7 +81,7 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
         "[*_code(), *_patch_set()]",
         "[*_patch_set()]",
     )
-    with (made.folder / "scripts" / "environment.py").open("a") as file:
+    with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
     declaration = made.folder / "pyproject.toml"
     text = declaration.read_text()

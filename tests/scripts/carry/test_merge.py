@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.moved import definition_at, definitions, where_it_went
+from scripts.carry.merge import Carried, How, Source, Status, carry
+from scripts.carry.moved import definition_at, definitions, where_it_went
 from scripts.patchset.patch import Patch, read_patch
 from scripts.system.git import Repository
-from scripts.threeway import Carried, How, Source, Status, carry
 from tests.scripts.repos import MESSAGE, commit, git, mbox
 
 PATH = "vllm/a/worker.py"

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
 
+from scripts.carry.merge import Status
 from scripts.project import ROOT
 from scripts.prove.stock import Stock
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
-from scripts.threeway import Status
 
 WORK = ROOT / ".work" / "rebase"
 STATE = WORK / "state.json"

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import landing
-from scripts.landing import declared, without_release
+from scripts.carry import landing
+from scripts.carry.landing import declared, without_release
 from scripts.patchset.registry import load_registry
 from scripts.project import Project
 from tests.scripts import toys

@@ -19,17 +19,17 @@ from pathlib import Path
 
 from packaging.version import Version
 
+from scripts.carry.merge import Status
+from scripts.carry.state import WORK, State
 from scripts.commits.patches import DATE, patch_text
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import Series, releases_by_line
 from scripts.project import PATCHES, ROOT, project
-from scripts.rebase_state import WORK, State
 from scripts.system.console import err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.files import replace_text
 from scripts.system.git import Repository
 from scripts.system.process import run
-from scripts.threeway import Status
 from scripts.upstream.lock import load_lock, locked_release, render
 
 CHECKOUT = WORK / "checkout"
@@ -42,7 +42,9 @@ _KEPT = (".nox", ".work", ".mypy_cache", ".ruff_cache")
 _NOT_COPIED = shutil.ignore_patterns(".git", *_KEPT, "dist", "__pycache__", ".pytest_cache")
 
 
-def prove(state: State, series: Series, repository: Repository, commits: dict[str, str]) -> None:
+def prove_in_copy(
+    state: State, series: Series, repository: Repository, commits: dict[str, str]
+) -> None:
     """Make the patch set with the release in a copy of this repository, and test it there.
 
     Args:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 
-from scripts.moved import Place, definition_at, definitions, where_it_went
+from scripts.carry.moved import Place, definition_at, definitions, where_it_went
 from scripts.patchset.patch import Hunk, Patch, apply_patches
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository

@@ -239,11 +239,11 @@ def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:
 @pytest.mark.parametrize(
     ("tool", "after"),
     [
-        ("commands/rebase", "            _commit(repository, fix.id, texts)\n"),
-        ("commands/rebase", "        state.results.append(result)\n        state.save()\n"),
-        ("landing", '    _run("lint")\n'),
-        ("landing", "        replace_text(ROOT / name, _read(path))\n"),
-        ("landing", "            part.rename(target)\n"),
+        ("carry/rebase", "            _commit(repository, fix.id, texts)\n"),
+        ("carry/rebase", "        state.results.append(result)\n        state.save()\n"),
+        ("carry/landing", '    _run("lint")\n'),
+        ("carry/landing", "        replace_text(ROOT / name, _read(path))\n"),
+        ("carry/landing", "            part.rename(target)\n"),
     ],
 )
 def test_a_kill_at_any_step_loses_nothing(checkout: Checkout, tool: str, after: str) -> None:
