@@ -12,15 +12,12 @@ Wall-clock medians; the ratio is the median of the ratios of each turn.
 
 from __future__ import annotations
 
-import os
 import platform
 import shlex
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +25,7 @@ from scripts.patchset.series import patch_names
 from scripts.project import PATCHES, ROOT
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
+from scripts.system.process import measure
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
 
@@ -117,19 +115,14 @@ def _measure(command: str, folder: Path) -> tuple[float, float]:
     for name in ("out", "unpacked"):
         shutil.rmtree(folder / name, ignore_errors=True)
         (folder / name).mkdir()
-    start = time.perf_counter()
-    with subprocess.Popen(["sh", "-c", command], cwd=ROOT, stdout=subprocess.DEVNULL) as process:
-        _, status, usage = os.wait4(process.pid, 0)
-        seconds = time.perf_counter() - start
-        process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
+    usage = measure(command, cwd=ROOT)
+    if usage.exit_code:
         raise CheckFailedError(
-            f"exit code {process.returncode}",
+            f"exit code {usage.exit_code}",
             expected="every measured command to work",
             next_step=f"run it by hand: {command}",
         )
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return seconds, usage.ru_maxrss * unit / 1e6
+    return usage.seconds, usage.peak_bytes / 1e6
 
 
 def _report(release: str, samples: dict[str, list[tuple[float, float]]]) -> ApplyReport:

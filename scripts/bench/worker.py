@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import re
 import statistics
-import subprocess
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scripts.patchset.series import load_series
 from scripts.project import ROOT
 from scripts.prove.environment import Environment, stage
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError
-from scripts.system.process import run
+from scripts.system.process import run, talking
 from scripts.upstream.lock import locked_release
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 _PAIRS = 5
 _CALLS = [f"{call} {count}" for call in ("get_finished", "start_load_kv") for count in (0, 64, 512)]
@@ -101,29 +103,17 @@ def measure_worker(release: str, turns: int) -> WorkerReport:
     )
 
 
-@contextmanager
-def _process(environment: Environment, shadow: Path | None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        [environment.python, "-W", "ignore", "-m", "tests.hot_path"],
-        cwd=stage(),
-        env=environment.variables(shadow),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+def _process(environment: Environment, shadow: Path | None) -> AbstractContextManager[Popen[str]]:
+    command: list[str | Path] = [environment.python, "-W", "ignore", "-m", "tests.hot_path"]
+    return talking(command, cwd=stage(), env=environment.variables(shadow))
 
 
-def _await_ready(process: subprocess.Popen[str]) -> None:
+def _await_ready(process: Popen[str]) -> None:
     while _line(process) != "ready":
         pass  # vLLM logs to the same stream
 
 
-def _line(process: subprocess.Popen[str]) -> str:
+def _line(process: Popen[str]) -> str:
     line = process.stdout.readline() if process.stdout else ""
     if not line:
         raise CheckFailedError(
@@ -134,7 +124,7 @@ def _line(process: subprocess.Popen[str]) -> str:
     return line.strip()
 
 
-def _ask(process: subprocess.Popen[str], call: str) -> float:
+def _ask(process: Popen[str], call: str) -> float:
     if process.stdin:
         process.stdin.write(f"{call}\n")
         process.stdin.flush()

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import tempfile
 from pathlib import Path
-from subprocess import CompletedProcess
 
 from scripts.project import ROOT
 from scripts.prove.environment import Environment, stage
 from scripts.prove.outcomes import Outcome, outcomes_of
-from scripts.system.process import run
+from scripts.system.process import Finished, run
 
 PLUGIN = "tests.vllm_cpu"
 WHOLE_RUN = (0, 1)
@@ -48,7 +47,7 @@ def start_pytest(
     shadow: Path | None = None,
     timeout: float | None = None,
     stream: bool = False,
-) -> CompletedProcess[str]:
+) -> Finished:
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
     return run(
         [

@@ -16,23 +16,26 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from scripts.project import ROOT
 from scripts.prove.environment import Environment
 from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
 from scripts.system.errors import CheckFailedError, CommandError, UsageError
 from scripts.system.files import replacing, sha256
-from scripts.system.process import run
+from scripts.system.process import in_own_group, run
 from scripts.upstream.tree import release_tree
 from scripts.upstream_tests.models import write_models
+
+if TYPE_CHECKING:
+    from subprocess import Popen
 
 WORK = ROOT / ".work" / "upstream"
 PLUGIN = ROOT / "tests" / "vllm_cpu.py"
@@ -245,19 +248,10 @@ class Side:
             log = Path(folder, "log.jsonl")
             words = [f"--report-log={log}", *(["-k", expression] if expression else []), *tests]
             with Path(folder, "said").open("w") as said:
-                process = subprocess.Popen(
-                    self._pytest(*words),
-                    cwd=self.folder,
-                    env={**os.environ, **self._variables(), "TMPDIR": folder},
-                    stdin=subprocess.DEVNULL,
-                    stdout=said,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                )
-                try:
+                variables = {**os.environ, **self._variables(), "TMPDIR": folder}
+                words = self._pytest(*words)
+                with in_own_group(words, cwd=self.folder, env=variables, output=said) as process:
                     code = _wait(process, log, stop, on_test)
-                finally:
-                    _kill_group(process)
             if log.is_file():
                 outcomes.update(outcomes_of(log, self.folder))
         return code
@@ -287,7 +281,7 @@ class Side:
 
 
 def _wait(
-    process: subprocess.Popen[bytes],
+    process: Popen[bytes],
     log: Path,
     stop: threading.Event,
     on_test: Callable[[int], None],
@@ -307,13 +301,6 @@ def _wait(
             return -signal.SIGKILL
         if stop.wait(0.3):
             raise InterruptedError
-
-
-def _kill_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill what is left of a process and of those it has started."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
 
 
 def _death(code: int) -> str:

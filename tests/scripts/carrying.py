@@ -78,8 +78,8 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
     write(made.folder, _FILES)
     change(
         made.folder / "scripts" / "commands" / "lint.py",
-        "[*_code(), *_patch_set()]",
-        "[*_patch_set()]",
+        "[*code_faults(), *patch_set_faults()]",
+        "[*patch_set_faults()]",
     )
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)

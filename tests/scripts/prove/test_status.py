@@ -13,7 +13,7 @@ import pytest
 
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, sdist_bytes, wheel_bytes, wheel_name
-from tests.scripts.test_apply import said_no
+from tests.scripts.commands.test_apply import said_no
 
 TEST = "tests/regressions/test_1.py"
 PASSED = {"result": "passed"}

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts import typecheck as module
-from scripts.typecheck import typecheck
+from scripts.checks import typecheck as module
+from scripts.checks.typecheck import typecheck
 from tests.scripts.repos import write
 
 WORKER = "vllm/worker.py"

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from scripts.commands import lint
+from scripts.checks import code
 from tests.scripts import checkouts
 from tests.scripts.checkouts import Checkout
 from tests.scripts.repos import write
 
 README = "# Tools\n<!-- matrix, made by a tool -->\nold\n<!-- end of matrix -->\nend\n"
 LINT = (
-    "import scripts.commands.lint as lint; lint._code = lambda: []; "
+    "import scripts.commands.lint as lint; lint.code_faults = lambda: []; "
     "from scripts.system.console import entry; "
 )
 HOOKED = "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py"
@@ -56,7 +56,7 @@ def checkout(sound: Checkout, tmp_path: Path) -> Checkout:
 def faults(checkout: Checkout) -> list[str]:
     """Lint the patch set, leave out the Python of the tools, and return the faults."""
     result = subprocess.run(
-        [sys.executable, "-c", LINT + "entry(lint.main)"],
+        [sys.executable, "-c", LINT + "entry(patch_set.main)"],
         cwd=checkout.folder,
         env=checkout.environment(),
         capture_output=True,
@@ -198,7 +198,7 @@ def test_the_python_of_the_tools_is_checked(
 ) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import os\nx: int = 'a'\n")
-    monkeypatch.setattr(lint, "_PYTHON", (str(bad),))
-    found = list(lint._code())
+    monkeypatch.setattr(code, "_PYTHON", (str(bad),))
+    found = list(code.code_faults())
     assert any(fault.startswith("ruff check:") and "F401" in fault for fault in found)
     assert any(fault.startswith("mypy:") and "Incompatible types" in fault for fault in found)

@@ -16,9 +16,9 @@ from scripts.project import project
 from scripts.upstream.tree import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
+from tests.scripts.commands.test_apply import said_no
 from tests.scripts.repos import commit, git
 from tests.scripts.system.test_git import hostile as hostile  # a fixture
-from tests.scripts.test_apply import said_no
 
 BRANCH = "kvfix/v0.20.2"
 HOOK = f"{toys.HOOK.replace('.', '/')}.py"
