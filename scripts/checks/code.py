@@ -1,4 +1,8 @@
-"""What other people's tools say of our code: ruff, mypy, and zizmor of the workflows."""
+"""What other people's tools say of our code.
+
+ruff and mypy read it, import-linter its imports (who may import whom stands in pyproject.toml), and
+zizmor the workflows.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +22,8 @@ def code_faults() -> Iterator[str]:
         result = run([*python, *command, *_PYTHON], cwd=ROOT, check=False)
         if result.returncode:
             yield f"{' '.join(command)}:\n{result.stdout}{result.stderr}"
-    result = run(["zizmor", "--offline", "--no-progress", ".github"], cwd=ROOT, check=False)
-    if result.returncode:
-        yield f"zizmor:\n{result.stdout}{result.stderr}"
+    others = (["lint-imports", "--no-cache"], ["zizmor", "--offline", "--no-progress", ".github"])
+    for words in others:
+        result = run(words, cwd=ROOT, check=False)
+        if result.returncode:
+            yield f"{words[0]}:\n{result.stdout}{result.stderr}"

@@ -1,7 +1,7 @@
 """`nox -s lint`: everything that can be said of the patch set without running vLLM.
 
-All checks run, all faults are listed, and the session fails once. Beside ruff, mypy and
-zizmor (for the workflows of CI):
+All checks run, all faults are listed, and the session fails once. Beside ruff, mypy,
+import-linter and zizmor (for the workflows of CI):
 
 - each patch's message is the registry's, and re-exporting the patch gives the same bytes;
 - each patch applies exactly to every release of its line, alone with what it depends on and in

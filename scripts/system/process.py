@@ -39,7 +39,8 @@ def run(
         stream: Let the user see what it prints, rather than return it.
 
     Raises:
-        CommandError: The exit code is not zero, and `check` is set; or the time is up.
+        CommandError: There is no such program; or its exit code is not zero, and `check` is set; or
+            the time is up.
     """
     words = [os.fspath(word) for word in command]
     try:
@@ -53,6 +54,14 @@ def run(
             text=True,
             stdin=subprocess.DEVNULL,
         )
+    except FileNotFoundError as error:
+        if error.filename != words[0]:
+            raise
+        raise CommandError(
+            f"{words[0]} is not installed",
+            expected=f"{words[0]} on the PATH: nox puts it there",
+            next_step="run the session with nox, which installs what it needs",
+        ) from error
     except subprocess.TimeoutExpired as error:
         raise CommandError(
             f"{words[0]} did not end within {timeout:g} s",
