@@ -20,10 +20,8 @@ from dataclasses import asdict
 from scripts.carry.track import WORK, Fate, as_markdown, track
 from scripts.project import DIST
 from scripts.system.console import entry, out
-from scripts.system.errors import NeedsPersonError
+from scripts.system.errors import CARRIED, NeedsPersonError
 from scripts.system.files import only_process, replace_text
-
-CARRIED_EXIT = 32
 
 
 def main() -> None:
@@ -44,7 +42,7 @@ def main() -> None:
     if any(one.verdict is Fate.NEEDS_PERSON for one in tracked):
         sys.exit(NeedsPersonError.exit_code)
     if tracked:
-        sys.exit(CARRIED_EXIT)
+        sys.exit(CARRIED)
 
 
 if __name__ == "__main__":

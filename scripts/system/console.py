@@ -12,12 +12,11 @@ from typing import NoReturn
 
 from rich.console import Console
 
-from scripts.system.errors import KvfixError, StorageError
+from scripts.system.errors import INTERRUPTED, TERMINATED, KvfixError, StorageError
 
 out = Console(highlight=False, soft_wrap=True)
 err = Console(stderr=True, highlight=False, soft_wrap=True)
 
-_INTERRUPTED = 130  # 128 + SIGINT, what shells report for Ctrl-C
 _STORAGE = {
     errno.ENOSPC: "no space left",
     errno.EDQUOT: "quota exceeded",
@@ -36,7 +35,7 @@ def entry(main: Callable[[], None]) -> NoReturn:
     """Run one command and leave the process with its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A TERM must unwind like Ctrl-C does, so that temporary files are removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
         main()
     except KvfixError as error:
@@ -50,7 +49,7 @@ def entry(main: Callable[[], None]) -> NoReturn:
         sys.exit(known.exit_code)
     except KeyboardInterrupt:
         err.print("[bold]Interrupted.[/] Nothing was left half done; the same command starts anew.")
-        sys.exit(_INTERRUPTED)
+        sys.exit(INTERRUPTED)
     sys.exit(0)
 
 

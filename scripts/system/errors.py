@@ -2,11 +2,18 @@
 
 Each error says three things: what was found, what was expected, and what to type next.
 `scripts.system.console.entry` prints them and exits with `exit_code`; a traceback is a bug.
+`docs/exit-codes.md` has all codes as a table.
 """
 
 from __future__ import annotations
 
+import signal
 from typing import ClassVar
+
+CARRIED = 32
+"""`nox -s track`: releases were carried, and every branch is ready. No failure."""
+INTERRUPTED = 128 + signal.SIGINT  # what shells report for Ctrl-C
+TERMINATED = 128 + signal.SIGTERM
 
 
 class KvfixError(Exception):
@@ -111,6 +118,12 @@ class RegistryError(KvfixError):
     exit_code = 23
 
 
+class CommandError(KvfixError):
+    """A program that the tools started has failed: its own words are in the message."""
+
+    exit_code = 24
+
+
 class CheckFailedError(KvfixError):
     """A check ran to its end and found faults, all of them listed above the message."""
 
@@ -121,9 +134,3 @@ class NeedsPersonError(KvfixError):
     """A fix cannot be carried by text alone: resolve it in the worktree that is named."""
 
     exit_code = 31
-
-
-class CommandError(KvfixError):
-    """A program that the tools started has failed: its own words are in the message."""
-
-    exit_code = 24

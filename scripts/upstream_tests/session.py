@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
@@ -14,7 +13,7 @@ from scripts.project import project
 from scripts.prove.environment import Environment
 from scripts.prove.outcomes import Outcomes
 from scripts.system.console import err
-from scripts.system.errors import UsageError
+from scripts.system.errors import INTERRUPTED, UsageError
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import release_tree
 from scripts.upstream_tests import later as forward_tests
@@ -66,7 +65,7 @@ def report_on(options: argparse.Namespace, release: str) -> Report:
         outcomes, changes = _run(options, sides, files, later, names)
     except KeyboardInterrupt:
         err.print("[bold]Interrupted.[/] What was done is kept: the same command and --resume")
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(INTERRUPTED)
     whole = selection == _RECOMMENDED and not options.expression
     found = list(unproven(files, outcomes["stock"])) if whole else []
     if patched:

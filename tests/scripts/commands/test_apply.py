@@ -22,7 +22,6 @@ import pytest
 
 from scripts.patchset.series import load_series
 from scripts.project import ROOT, project
-from scripts.system.errors import KvfixError
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import read_source
 from tests.scripts import checkouts, toys
@@ -578,13 +577,3 @@ class TestInterruption:
         )  # fmt: skip
         assert "Traceback" not in result.stderr
         assert list(wheels(checkout.dist)) == [NAME]
-
-
-def test_every_kind_of_failure_has_an_exit_code_of_its_own() -> None:
-    import scripts.system.process  # noqa: F401  (one of them lives there)
-
-    kinds: list[type[KvfixError]] = [KvfixError, *KvfixError.__subclasses__()]
-    codes = [kind.exit_code for kind in kinds]
-    assert len(set(codes)) == len(codes)
-    assert 0 not in codes
-    assert all(kind.__doc__ for kind in kinds)
