@@ -12,7 +12,6 @@ Wall-clock medians; the ratio is the median of the ratios of each turn.
 
 from __future__ import annotations
 
-import platform
 import shlex
 import shutil
 import statistics
@@ -21,13 +20,11 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from scripts.patchset.series import patch_names
+from scripts.patchset.target import Target
 from scripts.project import PATCHES, ROOT
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.process import measure
-from scripts.upstream.index import fetch
-from scripts.upstream.lock import locked_release
 
 
 @dataclass(frozen=True)
@@ -75,9 +72,9 @@ def measure_apply(release: str, turns: int) -> ApplyReport:
             expected=f"{', '.join(tools)} on the PATH",
             next_step="install what is missing, then: nox -s bench",
         )
-    locked = locked_release(release)
-    wheel = fetch(locked.wheel_for(platform.machine()))
-    patches = [PATCHES / locked.line / name for name in patch_names(locked.line)]
+    target = Target.of(release)
+    wheel, _ = target.wheel_for()
+    patches = [PATCHES / target.line / patch.name for patch in target.patches]
     samples: dict[str, list[tuple[float, float]]] = {"apply": [], "copy": [], "repack": []}
     with tempfile.TemporaryDirectory(dir=_same_file_system()) as folder:
         commands = _commands(wheel, release, patches, Path(folder))

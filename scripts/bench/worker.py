@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from scripts.patchset.series import load_series
+from scripts.patchset.target import Target
 from scripts.project import ROOT
 from scripts.prove.environment import Environment, stage
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run, talking
-from scripts.upstream.lock import locked_release
 
 if TYPE_CHECKING:
     from subprocess import Popen
@@ -73,7 +72,7 @@ def measure_worker(release: str, turns: int) -> WorkerReport:
     """
     environment = Environment(release).make()
     environment.install(environment.stock)
-    patches = load_series(locked_release(release).line).patches
+    patches = Target.of(release).patches
     shadow = environment.shadow(ROOT / ".nox" / f"bench-{release}", patches)
     times: dict[str, list[tuple[float, float]]] = {call: [] for call in _CALLS}
     for pair in range(_PAIRS):

@@ -15,7 +15,7 @@ from scripts.carry.state import Result
 from scripts.carry.trial import Trial, try_all
 from scripts.patchset.overlay import overlay_files
 from scripts.patchset.registry import Fix, Registry, Spared, load_registry
-from scripts.patchset.series import load_series
+from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
 from scripts.prove.environment import Environment
 from scripts.prove.pytest import run_pytest
@@ -24,7 +24,7 @@ from scripts.prove.stock import Stock, judge, on_record
 from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.upstream.history import upstream
-from scripts.upstream.lock import line_of, load_lock
+from scripts.upstream.lock import load_lock
 
 _FIRST = Version("0.20.0")
 _REPORT = REPORTS / "replay.json"
@@ -81,7 +81,7 @@ def replay(source: str, release: str) -> tuple[Transition, Trial]:
     """Carry the line of `source` to `release`, by text and by what the record says of stock."""
     registry = load_registry()
     unknowing = {fix.id: _as_of(fix, source) for fix in registry.fixes.values()}
-    series = load_series(line_of(source))
+    series = Target.of(source).series
     said = on_record(release, list(unknowing.values()))
     trial = try_all(upstream(), series, source, release, Registry("", unknowing), said)
     return Transition(release, source, tuple(trial.results), {}), trial
@@ -99,7 +99,8 @@ def _run_carried(release: str, source: str, trial: Trial) -> dict[str, bool]:
     fixes = [registry.fixes[one.fix] for one in trial.results if one.status in _CARRIED]
     environment = Environment(release).make()
     environment.install(environment.stock)
-    patches = [p for p in load_series(line_of(source)).patches if p.fix_id in {f.id for f in fixes}]
+    carried = {fix.id for fix in fixes}
+    patches = [patch for patch in Target.of(source).patches if patch.fix_id in carried]
     folder = ROOT / ".nox" / f"replay-{release}"
     try:
         shadow = environment.shadow(folder, ())

@@ -12,40 +12,33 @@ The wheel goes to dist/ (or --out DIR) under the source's own tags; its version 
 from __future__ import annotations
 
 import argparse
-import platform
 from pathlib import Path
 
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.registry import Registry, load_registry
-from scripts.patchset.series import Series, load_series
-from scripts.project import DIST, project, supported_release
+from scripts.patchset.target import Target
+from scripts.project import DIST, project
 from scripts.system.console import entry, out
-from scripts.upstream.index import fetch
-from scripts.upstream.lock import locked_release
 from scripts.wheel.build import build_wheel, own_wheel
 
 
 def main() -> None:
     """Build what the command line asks for."""
     options = _arguments()
-    release = supported_release(options.release)
-    locked = locked_release(release)
-    series, registry = load_series(locked.line), load_registry()
+    target, registry = Target.named(options.release), load_registry()
     if options.tree is not None:
-        _apply_to_tree(options.tree, release, series, registry)
+        _apply_to_tree(options.tree, target, registry)
         return
     if options.wheel is None:
-        file = locked.wheel_for(options.arch or platform.machine())
-        source, digest = fetch(file), file.sha256
+        source, pinned = target.wheel_for(options.arch)
+        digest = pinned.sha256
     else:
-        source, digest = own_wheel(options.wheel, locked, series)
-    target, plan, written = build_wheel(
-        source, digest, release, series.patches, registry, options.out
-    )
+        source, digest = own_wheel(target, options.wheel)
+    wheel, plan, written = build_wheel(target, source, digest, registry, options.out)
     verb = "wrote" if written else "nothing has changed: there already is"
-    out.print(f"{verb} {target}", style="bold", markup=False)
-    list_fixes(series.patches, registry, plan.offsets)
-    out.print(f"use it: pip install --no-deps {target}", markup=False)
+    out.print(f"{verb} {wheel}", style="bold", markup=False)
+    list_fixes(target.patches, registry, plan.offsets)
+    out.print(f"use it: pip install --no-deps {wheel}", markup=False)
 
 
 def _arguments() -> argparse.Namespace:
@@ -63,13 +56,13 @@ def _arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def _apply_to_tree(folder: Path, release: str, series: Series, registry: Registry) -> None:
+def _apply_to_tree(folder: Path, target: Target, registry: Registry) -> None:
     from scripts.commits.clone import apply_to_tree  # GitPython is not needed for a wheel
 
-    branch = f"kvfix/{release}"
-    offsets = apply_to_tree(folder, branch, release, series.patches, registry)
+    branch = f"kvfix/{target.release}"
+    offsets = apply_to_tree(folder, branch, target.release, target.patches, registry)
     out.print(f"wrote branch {branch} in {folder}", style="bold", markup=False)
-    list_fixes(series.patches, registry, offsets)
+    list_fixes(target.patches, registry, offsets)
     out.print(f"use it: git -C {folder} switch {branch}", markup=False)
 
 

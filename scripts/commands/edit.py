@@ -17,7 +17,7 @@ import argparse
 import shutil
 
 from scripts.commits.worktree import WORKTREE, finish, restamp, start
-from scripts.project import supported_release
+from scripts.patchset.target import Target
 from scripts.system.console import entry
 from scripts.system.errors import UsageError
 
@@ -43,7 +43,7 @@ def main() -> None:
     elif options.restamp:
         restamp()
     elif options.release and options.fix:
-        start(supported_release(options.release), options.fix)
+        start(Target.named(options.release), options.fix)
     else:
         raise UsageError(
             "no release and fix to edit",

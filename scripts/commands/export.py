@@ -23,20 +23,19 @@ from scripts.commits.fixes import branch_name
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry, load_registry
-from scripts.patchset.series import load_series
-from scripts.project import DIST, project, supported_release
+from scripts.patchset.target import Target
+from scripts.project import DIST, project
 from scripts.prove.export import prove_export
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError
-from scripts.upstream.lock import locked_release
 
 
 def main() -> None:
     """Write what the command line asks for."""
     options = _arguments()
-    release = supported_release(options.release)
-    registry = load_registry()
-    patches = _selected(release, options.fix, registry)
+    target, registry = Target.named(options.release), load_registry()
+    release = target.release
+    patches = _selected(target, options.fix, registry)
     if options.into is not None:
         branch = branch_name(release)
         offsets = apply_to_tree(options.into, branch, release, patches, registry)
@@ -68,13 +67,13 @@ def _prove(release: str, patches: Sequence[Patch], registry: Registry) -> None:
     out.print(f"each of {len(patches)} commits turns its own tests, and the fork builds")
 
 
-def _selected(release: str, ids: Sequence[str] | None, registry: Registry) -> tuple[Patch, ...]:
-    series = load_series(locked_release(release).line)
+def _selected(target: Target, ids: Sequence[str] | None, registry: Registry) -> tuple[Patch, ...]:
+    series = target.series
     if unknown := set(ids or ()) - {*series.fix_ids}:
         raise UsageError(
-            f"the line of {release} has no fix {', '.join(sorted(unknown))}",
+            f"the line of {target.release} has no fix {', '.join(sorted(unknown))}",
             expected=f"some of {', '.join(series.fix_ids)}",
-            next_step=f"nox -s export -- {release}",
+            next_step=f"nox -s export -- {target.release}",
         )
     return series.only(ids, registry) if ids else series.patches
 

@@ -11,19 +11,19 @@ from scripts.commits.patches import DATE, commit_hooks, patch_text, release_repo
 from scripts.patchset.documents import documents
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series, patch_names, releases_by_line, series_file
+from scripts.patchset.target import Target
 from scripts.project import PATCHES, ROOT
 from scripts.system.console import out
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
 from scripts.system.git import Repository
-from scripts.upstream.lock import locked_release
 
 WORKTREE = ROOT / ".work" / "edit"
 _STATE = WORKTREE / ".git" / "kvfix.json"
 
 
-def start(release: str, fix_id: str) -> None:
-    """Lay out the worktree for fix `fix_id` on `release`.
+def start(target: Target, fix_id: str) -> None:
+    """Lay out the worktree for fix `fix_id` on `target`.
 
     Raises:
         UsageError: There is no such fix, or an edit is not finished.
@@ -41,19 +41,18 @@ def start(release: str, fix_id: str) -> None:
             expected="no worktree",
             next_step="nox -s edit -- --continue, or: nox -s edit -- --abort",
         )
-    line = locked_release(release).line
-    patches = list(load_series(line).patches)
+    patches = target.patches
     ids = [patch.fix_id for patch in patches]
     count = ids.index(fix_id) + 1 if fix_id in ids else len(ids)
     try:
-        repository = release_repository(release, WORKTREE, registry)
-        stock = f"v{release}"
+        repository = release_repository(target.release, WORKTREE, registry)
+        stock = f"v{target.release}"
         commits = [stock, *commit_hooks(repository, stock, patches[:count], registry)]
         repository.run("reset", "--quiet", "--hard", commits[-1])
         # What is edited shows as an uncommitted change against everything that comes before it.
         parent = commits[-2] if fix_id in ids else commits[-1]
         repository.run("reset", "--quiet", "--soft", parent)
-        _STATE.write_text(json.dumps({"line": line, "fix": fix_id}), encoding="utf-8")
+        _STATE.write_text(json.dumps({"line": target.line, "fix": fix_id}), encoding="utf-8")
     except BaseException:
         shutil.rmtree(WORKTREE, ignore_errors=True)
         raise

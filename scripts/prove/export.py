@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 import shutil
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from scripts.commits.patches import release_repository
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Fix, Registry
+from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
 from scripts.prove.environment import Environment
 from scripts.prove.outcomes import Outcome, is_of
@@ -33,8 +33,6 @@ from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.system.git import Repository, identity
 from scripts.system.process import run
-from scripts.upstream.index import fetch
-from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import release_tree
 from scripts.wheel.build import patched_wheel
 from scripts.wheel.names import VERSION_MODULE
@@ -147,7 +145,7 @@ def _build(release: str, patches: Sequence[Patch], registry: Registry, folder: P
     fork.run("commit", "--quiet", "-m", f"vLLM {release}", env=who)
     apply_to_tree(folder, branch, release, patches, registry)
     fork.run("switch", "--quiet", branch)
-    wheel = fetch(locked_release(release).wheel_for(platform.machine()))
+    wheel, _ = Target.of(release).wheel_for()
     uv = shutil.which("uv")
     builder = [uv, "build", "--wheel", "--out-dir"] if uv else [
         sys.executable, "-m", "pip", "wheel", "--no-deps", "--wheel-dir",

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
 from scripts.patchset.registry import Fix, Registry
-from scripts.patchset.series import Series, load_series
+from scripts.patchset.series import Series
+from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
 from scripts.prove.environment import Environment, stage
 from scripts.prove.outcomes import Outcomes, is_of
@@ -18,7 +19,6 @@ from scripts.prove.pytest import run_pytest
 from scripts.prove.record import of_fix
 from scripts.system.console import err
 from scripts.system.process import run
-from scripts.upstream.lock import locked_release
 from scripts.wheel.build import patched_wheel
 
 
@@ -53,7 +53,7 @@ class ReleaseVerdict:
 
 def prove_release(release: str, fixes: list[Fix], registry: Registry) -> ReleaseVerdict:
     """Run all sides of `release` and return what they say of `fixes`."""
-    series = load_series(locked_release(release).line)
+    series = Target.of(release).series
     environment = Environment(release).make()
     paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
     wheels = {"stock": environment.stock, "patched": patched_wheel(release)}

@@ -126,15 +126,6 @@ def locked_release(release: str, path: Path = LOCK) -> LockedRelease:
     )
 
 
-def line_of(release: str) -> str:
-    """Return the line of patches that serves a release, such as `v0.20`.
-
-    Raises:
-        NotLockedError: The release is not pinned.
-    """
-    return locked_release(release).line
-
-
 def render(releases: Mapping[str, LockedRelease]) -> str:
     """Return the text of the lock file: the same releases give the same bytes."""
     import tomli_w

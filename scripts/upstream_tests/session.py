@@ -8,13 +8,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from scripts.patchset.registry import load_registry
-from scripts.patchset.series import Series, load_series
+from scripts.patchset.series import Series
+from scripts.patchset.target import Target
 from scripts.project import project
 from scripts.prove.environment import Environment
 from scripts.prove.outcomes import Outcomes
 from scripts.system.console import err
 from scripts.system.errors import INTERRUPTED, UsageError
-from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import release_tree
 from scripts.upstream_tests import later as forward_tests
 from scripts.upstream_tests.compare import (
@@ -46,7 +46,7 @@ def report_on(options: argparse.Namespace, release: str) -> Report:
     patched: Series | None = None
     if release in project().releases:
         wheels["patched"] = patched_wheel(release)
-        patched = load_series(locked_release(release).line)
+        patched = Target.of(release).series
     files, selection = _selection(options, release, patched)
     if not files:
         raise UsageError(

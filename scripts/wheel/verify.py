@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from scripts.patchset.registry import load_registry
-from scripts.patchset.series import load_series
-from scripts.project import project, supported_release
+from scripts.patchset.target import Target
+from scripts.project import project
 from scripts.system.console import err
 from scripts.system.errors import (
     BrokenWheelError,
@@ -24,7 +24,7 @@ from scripts.system.errors import (
 )
 from scripts.system.files import sha256
 from scripts.upstream.index import fetch
-from scripts.upstream.lock import load_lock, locked_release
+from scripts.upstream.lock import load_lock
 from scripts.wheel.names import dist_info_folder, is_patched, patched_version
 from scripts.wheel.plan import plan_wheel
 from scripts.wheel.reader import WheelReader
@@ -201,7 +201,7 @@ def made_by_series(stock: WheelReader, sbom: Sbom) -> tuple[dict[str, bytes], di
             expected="the checkout that the wheel was made with",
             next_step="check out the tag of that patch set, then verify again",
         )
-    release = supported_release(stock.version.public)
-    patches = load_series(locked_release(release).line).patches
-    plan = plan_wheel(stock, sbom.ancestor_sha256, release, patches, load_registry())
+    target = Target.named(stock.version.public)
+    registry = load_registry()
+    plan = plan_wheel(stock, sbom.ancestor_sha256, target.release, target.patches, registry)
     return plan.replaced, plan.added

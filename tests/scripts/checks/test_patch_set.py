@@ -56,7 +56,7 @@ def checkout(sound: Checkout, tmp_path: Path) -> Checkout:
 def faults(checkout: Checkout) -> list[str]:
     """Lint the patch set, leave out the Python of the tools, and return the faults."""
     result = subprocess.run(
-        [sys.executable, "-c", LINT + "entry(patch_set.main)"],
+        [sys.executable, "-c", LINT + "entry(lint.main)"],
         cwd=checkout.folder,
         env=checkout.environment(),
         capture_output=True,

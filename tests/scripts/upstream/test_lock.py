@@ -21,7 +21,6 @@ from scripts.upstream.lock import (
     LOCK,
     LockedFile,
     LockedRelease,
-    line_of,
     load_lock,
     locked_release,
     render,
@@ -75,7 +74,7 @@ class TestTheLockOfThisRepository:
         assert locked_release(name).wheel_for("x86_64").name.startswith(f"vllm-{name}-1-cp38-")
 
     def test_knows_the_line_of_a_release(self) -> None:
-        assert [line_of(name) for name in ("0.20.0", "0.20.2", "0.21.0")] == [
+        assert [locked_release(name).line for name in ("0.20.0", "0.20.2", "0.21.0")] == [
             "v0.20",
             "v0.20",
             "v0.21",
@@ -83,7 +82,7 @@ class TestTheLockOfThisRepository:
 
     def test_names_the_next_command_for_a_release_that_is_not_in_it(self) -> None:
         with pytest.raises(NotLockedError) as caught:
-            line_of("0.17.1")
+            locked_release("0.17.1")
         assert caught.value.next_step == "nox -s lock -- 0.17.1"
 
 
