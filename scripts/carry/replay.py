@@ -22,6 +22,7 @@ from scripts.prove.pytest import run_pytest
 from scripts.prove.record import of_fix
 from scripts.prove.stock import Stock, judge, on_record
 from scripts.system.console import err
+from scripts.system.errors import UnknownReleaseError
 from scripts.system.files import replace_text
 from scripts.upstream.history import upstream
 from scripts.upstream.lock import load_lock
@@ -57,10 +58,22 @@ def _pairs() -> list[tuple[str, str]]:
 
 
 def replay_all(proving: Collection[str]) -> list[Transition]:
-    """Replay every transition; run the tests of what was carried to the releases `proving`."""
+    """Replay every transition; run the tests of what was carried to the releases `proving`.
+
+    Raises:
+        UnknownReleaseError: One of them is no release that is carried to.
+    """
+    pairs = _pairs()
+    releases = [release for release, _ in pairs]
+    if unknown := [release for release in proving if release not in releases]:
+        raise UnknownReleaseError(
+            f"nothing is carried to {', '.join(unknown)}",
+            expected=f"some of {', '.join(releases)}",
+            next_step=f"nox -s replay -- --prove {releases[-1]}" if releases else "nox -s replay",
+        )
     before = _proven_before()
     transitions = []
-    for release, source in _pairs():
+    for release, source in pairs:
         err.print(f"{source} → {release} ...")
         transition, trial = replay(source, release)
         if release in proving:

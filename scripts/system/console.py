@@ -61,9 +61,9 @@ def storage_error(error: OSError) -> StorageError | None:
     where = os.fspath(error.filename) if error.filename is not None else "the target folder"
     return StorageError(
         f"cannot write {where}: {reason}",
-        expected="a writable folder with room for the wheel (about 250 MB)",
-        next_step="free space, or name another folder: nox -s apply -- --out DIR "
-        "(the cache moves with KVFIX_CACHE)",
+        expected="a folder that can be written, with room: a wheel takes 250 MB",
+        next_step="free space there, then run the same command; or name another folder: "
+        "KVFIX_CACHE=DIR for the cache, --out DIR for what apply and export write",
     )
 
 

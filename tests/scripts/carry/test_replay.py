@@ -54,6 +54,15 @@ def test_each_release_is_carried_to_as_if_it_were_new(tmp_path: Path) -> None:
     assert (checkout.folder / "docs" / "replay.md").read_text() == page
 
 
+def test_a_release_that_is_not_carried_to_is_refused_at_once(tmp_path: Path) -> None:
+    checkout = carrying(tmp_path)
+    release(checkout, "0.20.3", toys.FILES)
+    result = checkout.run("replay", "--prove", "9.9", timeout=60)
+    assert result.returncode == 10, result.stderr
+    assert "nothing is carried to 9.9" in result.stderr
+    assert "next: nox -s replay -- --prove 0.20.3" in result.stderr
+
+
 def test_what_fails_its_tests_is_named(tmp_path: Path) -> None:
     checkout = carrying(tmp_path)
     # Fix 2 makes work9 call work1, which is another function here: the text carries, and is wrong.
