@@ -60,7 +60,7 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
         "import json, sys\n"
         "from scripts.patchset.registry import load_registry\n"
         "from scripts.prove.record import inputs, record\n"
-        "from scripts.prove.pytest import Outcome\n"
+        "from scripts.prove.outcomes import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
         "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
         "record(release, side, [(fix, inputs(fix, release, side))], nodes)\n"

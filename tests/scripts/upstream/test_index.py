@@ -30,9 +30,10 @@ LOGIN = "reader:s3cret"
 
 _FETCH = f"""
 import sys
-from scripts import index, terminal
+from scripts.system import console
+from scripts.upstream import index
 from scripts.upstream.lock import LockedFile
-terminal.entry(lambda: print(index.fetch(LockedFile({NAME!r}, {SHA256!r}))))
+console.entry(lambda: print(index.fetch(LockedFile({NAME!r}, {SHA256!r}))))
 """
 
 
