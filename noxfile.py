@@ -1,7 +1,8 @@
-"""The sessions: what there is to type. Each one runs one module of `scripts/`."""
+"""The sessions: what there is to type. Each runs the module of its name in `scripts/commands/`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import nox
@@ -25,66 +26,68 @@ def install(session: nox.Session, group: str) -> None:
         stamp.write_text(wanted)
 
 
-def tool(session: nox.Session, module: str, *arguments: str, group: str = "tools") -> None:
-    """Run one of the tools with what stands behind `--` on the command line."""
+def command(
+    session: nox.Session, group: str = "tools", success_codes: Sequence[int] = (0,)
+) -> None:
+    """Run the command of the session's name with what stands behind `--` on the command line."""
     install(session, group)
-    session.run("python", "-m", f"scripts.{module}", *arguments, *session.posargs)
+    words = ("python", "-m", f"scripts.commands.{session.name}", *session.posargs)
+    session.run(*words, success_codes=success_codes)
 
 
 @nox.session
 def apply(session: nox.Session) -> None:
     """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR]."""
-    tool(session, "apply")
+    command(session)
 
 
 @nox.session
 def export(session: nox.Session) -> None:
     """Give the fixes to a fork, as mboxes, a git bundle, or a branch in its clone (--into DIR)."""
-    tool(session, "fork")
+    command(session)
 
 
 @nox.session
 def verify(session: nox.Session) -> None:
     """Check a patched wheel to the last byte: nox -s verify -- WHEEL."""
-    tool(session, "verify")
+    command(session)
 
 
 @nox.session
 def lock(session: nox.Session) -> None:
     """Pin a release, or check its pins: nox -s lock -- [RELEASE...]."""
-    tool(session, "lock")
+    command(session)
 
 
 @nox.session
 def edit(session: nox.Session) -> None:
     """Change one fix: nox -s edit -- RELEASE FIX, then --continue or --abort."""
-    tool(session, "edit")
+    command(session)
 
 
 @nox.session
 def rebase(session: nox.Session) -> None:
     """Carry the fixes to another release: nox -s rebase -- RELEASE, then --continue or --skip."""
-    tool(session, "rebase", group="lint")
+    command(session, group="lint")
 
 
 @nox.session
 def track(session: nox.Session) -> None:
     """Carry the fixes to releases that are new on the index; fails where a person is needed."""
-    install(session, "lint")
     # 32: carried, the branch is ready. nox itself only knows 0 and 1; dist/track.json tells.
-    session.run("python", "-m", "scripts.track", *session.posargs, success_codes=[0, 32])
+    command(session, group="lint", success_codes=(0, 32))
 
 
 @nox.session
 def replay(session: nox.Session) -> None:
     """Carry the fixes to each release as if it were new, and count what comes out."""
-    tool(session, "replay", group="lint")
+    command(session, group="lint")
 
 
 @nox.session
 def lint(session: nox.Session) -> None:
     """Check code, patches, registry, and that every release has what the overlay uses."""
-    tool(session, "lint", group="lint")
+    command(session, group="lint")
 
 
 @nox.session
@@ -93,13 +96,13 @@ def tests(session: nox.Session) -> None:
     install(session, "tests")
     if not session.posargs:
         session.run("python", "-m", "pytest", "tests/scripts")
-    session.run("python", "-m", "scripts.overlay_tests", *session.posargs)
+    command(session, group="tests")
 
 
 @nox.session
 def regressions(session: nox.Session) -> None:
     """Show each defect on the stock release and its absence on the patched one."""
-    tool(session, "regressions")
+    command(session)
 
 
 @nox.session
@@ -111,34 +114,34 @@ def parity(session: nox.Session) -> None:
 @nox.session
 def status(session: nox.Session) -> None:
     """Say where each fix stands on each release: nox -s status -- [--prove [RELEASE...]]."""
-    tool(session, "status")
+    command(session)
 
 
 @nox.session
 def matrix(session: nox.Session) -> None:
     """Print what CI runs the regressions on, as JSON."""
-    tool(session, "ci_matrix")
+    command(session)
 
 
 @nox.session
 def upstream_tests(session: nox.Session) -> None:
     """Run upstream's own tests, stock against patched: nox -s upstream_tests -- [RELEASE]."""
-    tool(session, "upstream_tests")
+    command(session)
 
 
 @nox.session
 def soak(session: nox.Session) -> None:
     """Drive the receive's state machine for 100,000 steps, stock and patched."""
-    tool(session, "soak")
+    command(session)
 
 
 @nox.session
 def pd(session: nox.Session) -> None:
     """Show each defect in a real P/D deployment: nox -s pd -- [RELEASE] [-k EXPR] [--side SIDE]."""
-    tool(session, "pd", group="pd")
+    command(session, group="pd")
 
 
 @nox.session
 def bench(session: nox.Session) -> None:
     """Measure what `apply` costs, and what the patched worker costs where nothing fails."""
-    tool(session, "bench", group="bench")
+    command(session, group="bench")

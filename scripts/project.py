@@ -10,7 +10,7 @@ from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from scripts.errors import UnknownReleaseError
+from scripts.system.errors import UnknownReleaseError
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -62,9 +62,9 @@ def supported_release(text: str) -> str:
     """
     releases = project().releases
     try:
-        version = str(Version(text))
+        version, final = str(Version(text)), _is_final(Version(text))
     except InvalidVersion:
-        version = ""
+        version, final = "", False
     if version in releases:
         return version
     meant = [release for release in releases if version and release.startswith(f"{version}.")]
@@ -73,5 +73,12 @@ def supported_release(text: str) -> str:
         if meant
         else f"{text!r} is not a supported vLLM release",
         expected=f"one of {', '.join(meant or releases)}",
-        next_step="give one of these, or add a release: nox -s lock -- <release>",
+        next_step="give one of these"
+        if meant or not final
+        else "give one of these, or carry the fixes to it: "
+        f"nox -s lock -- {version}, then: nox -s rebase -- {version}",
     )
+
+
+def _is_final(version: Version) -> bool:
+    return not version.is_prerelease and version.local is None

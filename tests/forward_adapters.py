@@ -1,8 +1,9 @@
-"""Fixtures that let a test of a later vLLM release run on an earlier one (`scripts.forward_tests`).
+"""Fixtures that let a test of a later vLLM release run on an earlier one.
 
-Each stands for one way in which the interface that a test drives has changed since, and says what
-it makes of it. It translates what the test does; it never supplies what the test is about, and
-does the same on the stock and on the patched side.
+`scripts.upstream_tests.later` cuts such tests out. Each fixture stands for one way in which the
+interface that a test drives has changed since, and says what it makes of it. It translates what the
+test does; it never supplies what the test is about, and does the same on the stock and on the
+patched side.
 """
 
 from __future__ import annotations

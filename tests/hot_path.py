@@ -1,8 +1,8 @@
 """How long a decode worker's two calls in each engine step take, when nothing fails.
 
 `python -m tests.hot_path` reads `<call> <requests>` lines and answers each with nanoseconds per
-call. `scripts.bench` keeps one such process on the stock files and one on the patched files and
-asks them in turns. Calls:
+call. `scripts.bench.worker` keeps one such process on the stock files and one on the patched files
+and asks them in turns. Calls:
 
 - `get_finished N`: N receives are in flight, none of them ends;
 - `start_load_kv N`: N receives start, of connected engines (0: an engine step without any).

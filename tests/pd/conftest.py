@@ -1,4 +1,4 @@
-"""Fixtures of the P/D deployment. `nox -s pd` gives the options; see scripts/pd.py.
+"""Fixtures of the P/D deployment. `nox -s pd` gives the options; see scripts/pd/.
 
 What a test module takes:
 

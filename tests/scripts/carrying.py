@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from scripts.fixes import Registry
+from scripts.patchset.registry import Registry
 from scripts.project import read_toml
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, registry_text, sdist_bytes, wheel_bytes, wheel_name
@@ -76,8 +76,12 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
         if path.is_dir() and path.name != "provenance":
             shutil.rmtree(path)
     write(made.folder, _FILES)
-    change(made.folder / "scripts" / "lint.py", "[*_code(), *_patch_set()]", "[*_patch_set()]")
-    with (made.folder / "scripts" / "environment.py").open("a") as file:
+    change(
+        made.folder / "scripts" / "commands" / "lint.py",
+        "[*code_faults(), *patch_set_faults()]",
+        "[*patch_set_faults()]",
+    )
+    with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
     declaration = made.folder / "pyproject.toml"
     text = declaration.read_text()

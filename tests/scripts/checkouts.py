@@ -18,9 +18,9 @@ from pathlib import Path
 
 import tomli_w
 
-from scripts.fixes import Fix, Registry
+from scripts.patchset.registry import Fix, Registry
 from scripts.project import ROOT
-from scripts.wheel_version import VERSION_MODULE
+from scripts.wheel.names import VERSION_MODULE
 from tests.scripts import toys
 from tests.scripts.wheels import VERSION_TEXT, with_metadata, zip_bytes
 
@@ -113,7 +113,7 @@ class Checkout:
         (self.patches / "upstream.lock").write_text(tomli_w.dumps(tables))
 
     def command(self, tool: str, *words: str | Path) -> list[str]:
-        return [sys.executable, "-W", "error", "-m", f"scripts.{tool}", *map(str, words)]
+        return [sys.executable, "-W", "error", "-m", f"scripts.commands.{tool}", *map(str, words)]
 
     def environment(self, **variables: str) -> dict[str, str]:
         """Return the environment of a user of whom nothing is known, and who has no network."""

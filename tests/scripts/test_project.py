@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.errors import UnknownReleaseError
 from scripts.project import project, supported_release
+from scripts.system.errors import UnknownReleaseError
 
 
 @pytest.mark.parametrize("release", project().releases)
@@ -29,3 +29,18 @@ def test_no_release(text: str) -> None:
     with pytest.raises(UnknownReleaseError) as caught:
         supported_release(text)
     assert "0.20.2" in caught.value.expected
+
+
+@pytest.mark.parametrize("text", ["0.25.0", "v0.25"])
+def test_a_release_that_is_not_supported_can_be_carried_to(text: str) -> None:
+    with pytest.raises(UnknownReleaseError) as caught:
+        supported_release(text)
+    named = text.removeprefix("v")
+    assert f"nox -s lock -- {named}, then: nox -s rebase -- {named}" in caught.value.next_step
+
+
+@pytest.mark.parametrize("text", ["newest", "0.20", "0.20.2+local", "0.25.0rc1"])
+def test_what_cannot_be_pinned_is_not_advised(text: str) -> None:
+    with pytest.raises(UnknownReleaseError) as caught:
+        supported_release(text)
+    assert caught.value.next_step == "give one of these"

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from scripts.fixes import Fix, Registry
-from scripts.patch import Patch, read_patch
-from scripts.series import Series
+from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.registry import Fix, Registry
+from scripts.patchset.series import Series
 from tests.scripts.repos import commit, git, mbox
 
 AUTHOR = "kvfix maintainers <maintainers@kvfix.invalid>"

@@ -11,11 +11,12 @@ import os
 import sys
 from pathlib import Path
 
-from scripts import forward_tests, upstream_selection, upstream_side, upstream_tests
-from scripts.environment import Environment
-from scripts.fixes import Registry, UpstreamTest
-from scripts.forward_tests import ForwardTest
-from scripts.terminal import entry
+from scripts.commands import upstream_tests as command
+from scripts.patchset.registry import Registry, UpstreamTest
+from scripts.prove.environment import Environment
+from scripts.system.console import entry
+from scripts.upstream_tests import later, selection, session, side
+from scripts.upstream_tests.later import ForwardTest
 from tests.scripts import toys, wheels
 
 RELEASE = "0.20.2"
@@ -214,20 +215,20 @@ if __name__ == "__main__":
         "_START": 60.0,
         "release_tree": lambda _: FOLDER / "tree",
     }
+    of_command = {"WORK": FOLDER / "work", "REPORTS": FOLDER / "reports"}
     of_session = {
-        "WORK": FOLDER / "work",
-        "REPORTS": FOLDER / "reports",
         "Environment": ToyEnvironment,
         "load_registry": _registry,
         "patched_wheel": lambda _: _wheel(FOLDER / "patched", f"{RELEASE}+kvfix.0.1.0", 2),
         "release_tree": lambda _: FOLDER / "tree",
     }
     for module, replaced in (
-        (upstream_side, of_side),
-        (upstream_tests, of_session),
-        (forward_tests, {"write": _later}),
-        (upstream_selection, {"_BATCH": 120}),  # bytes
+        (side, of_side),
+        (session, of_session),
+        (command, of_command),
+        (later, {"write": _later}),
+        (selection, {"_BATCH": 120}),  # bytes
     ):
         for name, value in replaced.items():
             setattr(module, name, value)
-    entry(upstream_tests.main)
+    entry(command.main)

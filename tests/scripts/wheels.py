@@ -13,15 +13,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from scripts.wheel_reader import WheelReader
-from scripts.wheel_version import (
+from scripts.wheel.names import (
     VERSION_MODULE,
     dist_info_folder,
     patched_metadata,
     patched_version,
     patched_version_module,
 )
-from scripts.wheel_writer import write_wheel
+from scripts.wheel.reader import WheelReader
+from scripts.wheel.writer import write_wheel
 
 TAGS = "cp38-abi3-manylinux_2_35_x86_64"
 NATIVE = "vllm/_C.abi3.so"

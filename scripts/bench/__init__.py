@@ -1,0 +1,1 @@
+"""What `apply` costs, and what the patched worker costs."""

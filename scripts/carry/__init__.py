@@ -1,0 +1,1 @@
+"""The fixes carried to another release: merged, tried, proven in a copy, landed."""

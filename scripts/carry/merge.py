@@ -1,0 +1,382 @@
+"""One fix, carried to the text of another release by three-way merging, hunk by hunk.
+
+The three are the release that the patch was made from (with the fixes before it), the same with
+the fix, and the other release. A hunk that applies exactly has to go where the merge puts it;
+where the two disagree, or the merge has a conflict, a person decides. Whatever comes out is
+exported, applied anew without fuzz, and tested before it counts.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache, cached_property
+
+from scripts.carry.moved import Place, definition_at, definitions, where_it_went
+from scripts.patchset.patch import Hunk, Patch, apply_patches
+from scripts.system.errors import PatchDoesNotApplyError
+from scripts.system.git import Repository
+
+_DEFINITION = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class How(Enum):
+    """What became of one hunk."""
+
+    EXACT = "exact"
+    MOVED = "moved"
+    MERGED = "merged"
+    THERE = "already there"
+    CONFLICT = "conflict"
+    GONE = "target gone"
+
+
+class Status(Enum):
+    """What became of one fix."""
+
+    CARRIED = "carried"
+    OFFSETS = "carried with offsets"
+    MERGED = "carried by merging"
+    RESOLVED = "carried by hand"
+    UPSTREAM = "already upstream"
+    HINT = "perhaps upstream"
+    PARTLY = "partly upstream"
+    NOT_AFFECTED = "not affected"
+    CONFLICT = "conflict"
+    GONE = "target gone"
+    SKIPPED = "left out"
+    UNCARRIED = "no patch to carry"
+
+    @property
+    def stops(self) -> bool:
+        """Whether a person has to look before the next fix is carried."""
+        return self in (Status.HINT, Status.PARTLY, Status.CONFLICT, Status.GONE)
+
+
+@dataclass(frozen=True)
+class HunkResult:
+    """One hunk on the other release.
+
+    Attributes:
+        path: File that it changes.
+        number: Which of the file's hunks it is, from 1.
+        how: What became of it.
+        definition: Function or class, with the module's own names, that it changes.
+        said: What is to know about it; for a conflict, the text that collides.
+        went: Where its target may have gone.
+    """
+
+    path: str
+    number: int
+    how: How
+    definition: str = ""
+    said: str = ""
+    went: tuple[Place, ...] = ()
+
+
+@dataclass(frozen=True)
+class Carried:
+    """A fix on the other release: each hunk's fate, and the new text of each file that it changes.
+
+    Where hunks collide, the text has markers. Where the target of a hunk is gone, and the hunk
+    merges into the place where it most likely went, that is the text: a proposal, for a person.
+    """
+
+    hunks: tuple[HunkResult, ...]
+    texts: dict[str, str]
+
+    @property
+    def status(self) -> Status:
+        """What the hunks say together; the worst counts."""
+        fates = {hunk.how for hunk in self.hunks}
+        for how, status in (
+            (How.GONE, Status.GONE),
+            (How.CONFLICT, Status.CONFLICT),
+            (How.THERE, Status.HINT if fates == {How.THERE} else Status.PARTLY),
+            (How.MERGED, Status.MERGED),
+            (How.MOVED, Status.OFFSETS),
+        ):
+            if how in fates:
+                return status
+        return Status.CARRIED
+
+
+class Source:
+    """The release that patches come from, patch by patch, as text.
+
+    A fix is merged from the release with only those fixes before it that were carried, wherever it
+    applies to that: what was left out must not collide.
+    """
+
+    def __init__(self, read: Callable[[str], str]) -> None:
+        """Start from the stock release, whose files `read` gives by path."""
+        self._read = cache(read)
+        self._all: dict[str, str] = {}
+        self._carried: dict[str, str] = {}
+
+    def before(self, patch: Patch) -> Callable[[str], str]:
+        """Return the reader of the files to which `patch` applies exactly."""
+        return self._carried_text if self._applied(patch, self._carried_text) else self._text
+
+    def add(self, patch: Patch, *, carried: bool) -> None:
+        """Apply `patch`, which was carried to the other release or not."""
+        self._all |= apply_patches([patch], self._text)[0]
+        if carried:
+            # Where it depends on what was left out, it is taken with that.
+            self._carried |= self._applied(patch, self._carried_text) or {
+                path: self._all[path] for path in patch.files
+            }
+
+    def _applied(self, patch: Patch, read: Callable[[str], str]) -> dict[str, str]:
+        try:
+            return apply_patches([patch], read)[0]
+        except PatchDoesNotApplyError:
+            return {}
+
+    def _text(self, path: str) -> str:
+        return self._all[path] if path in self._all else self._read(path)
+
+    def _carried_text(self, path: str) -> str:
+        return self._carried[path] if path in self._carried else self._read(path)
+
+
+def carry(
+    patch: Patch,
+    before: Callable[[str], str],
+    ours: Callable[[str], str | None],
+    repository: Repository,
+    revision: str,
+) -> Carried:
+    """Carry `patch` to another release.
+
+    Args:
+        patch: The fix, as it is exported for the release that it comes from.
+        before: Text, by path, that it was made from: that release and the fixes before this one.
+        ours: Text, by path, of the other release and what was carried to it; None: no such file.
+        repository: Where the other release is, and where merges are made.
+        revision: The other release there, such as `v0.22.1`.
+    """
+    hunks: list[HunkResult] = []
+    texts: dict[str, str] = {}
+    for path in patch.files:
+        one = _File(patch, path, before(path), repository, revision)
+        text = ours(path)
+        if text is None:
+            results = one.gone()
+        else:
+            results, texts[path] = one.carry(text)
+
+        def now(other: str) -> str:
+            return texts[other] if other in texts else ours(other) or ""
+
+        for result in results:
+            hunks.append(one.propose(result, now, texts) if result.how is How.GONE else result)
+    return Carried(tuple(hunks), texts)
+
+
+@dataclass(frozen=True)
+class _File:
+    """One file that the patch changes; to `base` its hunks apply exactly."""
+
+    patch: Patch
+    path: str
+    base: str
+    repository: Repository
+    revision: str
+
+    @cached_property
+    def hunks(self) -> tuple[Hunk, ...]:
+        """The hunks, at the lines at which they stand in `base`."""
+        _, moved = self._with(self.base, self.patch.files[self.path])
+        pairs = zip(self.patch.files[self.path], moved, strict=True)
+        return tuple(replace(hunk, start=hunk.start + lines) for hunk, lines in pairs)
+
+    def _with(self, text: str, hunks: tuple[Hunk, ...]) -> tuple[str, list[int]]:
+        """Apply `hunks` exactly; return the text and how far each has moved."""
+        part = replace(self.patch, files={self.path: hunks})
+        texts, offsets = apply_patches([part], lambda path: text)
+        moved = {offset.hunk: offset.lines for offset in offsets}
+        return texts[self.path], [moved.get(n, 0) for n in range(1, len(hunks) + 1)]
+
+    def _merge(self, ours: str, theirs: str) -> tuple[str, int]:
+        labels = (f"vLLM {self.revision[1:]}", "where the patch comes from", self.patch.name)
+        return self.repository.merge(ours, self.base, theirs, labels)
+
+    def carry(self, ours: str) -> tuple[list[HunkResult], str]:
+        """Return what becomes of each hunk, and the new text."""
+        theirs, _ = self._with(self.base, self.hunks)
+        try:
+            text, moved = self._with(ours, self.hunks)
+        except PatchDoesNotApplyError:
+            text, moved = "", []
+        if moved and self._merge(ours, theirs) == (text, 0):
+            hows = [How.MOVED if lines else How.EXACT for lines in moved]
+            return [
+                self._result(number, how, f"{lines:+} lines" if lines else "", ours)
+                for number, (how, lines) in enumerate(zip(hows, moved, strict=True), start=1)
+            ], text
+        results = []
+        for number in range(1, len(self.hunks) + 1):
+            result, ours = self._hunk(number, ours)
+            results.append(result)
+        return results, ours
+
+    def gone(self) -> list[HunkResult]:
+        """Return what becomes of the hunks where there is no such file."""
+        return [
+            self._result(number, How.GONE, f"there is no {self.path}", None)
+            for number in range(1, len(self.hunks) + 1)
+        ]
+
+    def _hunk(self, number: int, ours: str) -> tuple[HunkResult, str]:
+        hunk = self.hunks[number - 1]
+        theirs, _ = self._with(self.base, (hunk,))
+        merged, conflicts = self._merge(ours, theirs)
+        try:
+            exact, (lines,) = self._with(ours, (hunk,))
+        except PatchDoesNotApplyError:
+            exact, lines = "", 0
+        if exact and (conflicts or merged == exact):
+            how = How.MOVED if lines else How.EXACT
+            return self._result(number, how, f"{lines:+} lines" if lines else "", ours), exact
+        if exact:
+            at, by_merge = _first_change(ours, exact), _first_change(ours, merged)
+            said = f"its text stands at line {at}, and merging changes line {by_merge}"
+            return self._result(number, How.CONFLICT, said, ours), merged
+        if conflicts and (placed := _with_import(ours, hunk)):
+            return self._result(number, How.MERGED, "an import, beside the same line", ours), placed
+        if conflicts:
+            how = How.CONFLICT if self._target_is_in(ours, hunk) else How.GONE
+            return self._result(number, how, _collision(ours, merged), ours), merged
+        if merged == ours:
+            return self._result(number, How.THERE, "the release has it", ours), ours
+        now = definition_at(merged, _first_change(ours, merged))
+        elsewhere = now is not None and now.name != self._definition(hunk)
+        said = f"in {now.name} now" if now and elsewhere else "its surroundings have changed"
+        return self._result(number, How.MERGED, said, ours), merged
+
+    def _result(self, number: int, how: How, said: str, ours: str | None) -> HunkResult:
+        hunk = self.hunks[number - 1]
+        name = self._definition(hunk)
+        went: tuple[Place, ...] = ()
+        if how is How.GONE:
+            target = definition_at(self.base, self._line(hunk))
+            went = where_it_went(self.base, target, self.path, self.repository, self.revision)
+        return HunkResult(self.path, number, how, name, said, went)
+
+    def propose(
+        self, result: HunkResult, now: Callable[[str], str], texts: dict[str, str]
+    ) -> HunkResult:
+        """Put a hunk whose target is gone where that went, if it merges there; say so.
+
+        Args:
+            result: The hunk's fate.
+            now: Text of the other release, by path, with what was carried and proposed so far.
+            texts: Takes the new text of the file that it went to.
+        """
+        if not result.went:
+            return result
+        hunk, place = self.hunks[result.number - 1], result.went[0]
+        there = now(place.path)
+        if result.definition:
+            merged = self._merge_definition(hunk, there, place.name)
+        else:
+            merged = _with_import(there, hunk)
+        if not merged:
+            return result
+        texts[place.path] = merged
+        return replace(result, said=f"{result.said}; proposed in {place.path}, {place.name}")
+
+    def _merge_definition(self, hunk: Hunk, there: str, name: str) -> str:
+        """Return `there` with the definition `name` as `hunk` changes it; nothing on a conflict."""
+        theirs, _ = self._with(self.base, (hunk,))
+        old = definition_at(self.base, self._line(hunk))
+        new = next((one for one in definitions(theirs) if old and one.name == old.name), None)
+        target = next((one for one in definitions(there) if one.name == name), None)
+        # Another name is likeness only; what looks like a function is not that function.
+        if not (old and new and target) or name.split(".")[-1] != old.name.split(".")[-1]:
+            return ""
+        labels = (f"vLLM {self.revision[1:]}", "where the patch comes from", self.patch.name)
+        cut = [one.cut(text) for one, text in ((target, there), (old, self.base), (new, theirs))]
+        merged, conflicts = self.repository.merge(cut[0], cut[1], cut[2], labels)
+        lines = there.splitlines(keepends=True)
+        lines[target.first - 1 : target.last] = [merged]
+        return "" if conflicts else "".join(lines)
+
+    def _line(self, hunk: Hunk) -> int:
+        """Return the number, from 1, of the first line of `base` that the hunk changes."""
+        return hunk.stated + _first_difference(hunk.old, hunk.new)
+
+    def _definition(self, hunk: Hunk) -> str:
+        found = definition_at(self.base, self._line(hunk))
+        return found.name if found else ""
+
+    def _target_is_in(self, ours: str, hunk: Hunk) -> bool:
+        name = self._definition(hunk)
+        # A text that already has markers is no Python; then nothing can be said to be gone.
+        names = {one.name for one in definitions(ours)}
+        return not name or not names or name in names
+
+
+def _with_import(ours: str, hunk: Hunk) -> str:
+    """Return `ours` with the imports that `hunk` adds, or nothing where it is not that simple.
+
+    An import may stand anywhere among a module's imports, so what surrounds it may have changed.
+    It goes beside the nearest line of the hunk's context that is there, once.
+    """
+    if len(hunk.new) != len(hunk.old) + len(hunk.added):
+        return ""
+    if not _imports_only("".join(hunk.added)):
+        return ""
+    lines = ours.splitlines(keepends=True)
+    at = _first_difference(hunk.old, hunk.new) - 1
+    above, below = reversed(hunk.old[:at]), hunk.old[at:]
+    places = [
+        (distance, lines.index(line) + after)
+        for after, context in ((1, above), (0, below))
+        for distance, line in enumerate(context)
+        if line.strip() and lines.count(line) == 1
+    ]
+    for _, place in sorted(places):
+        text = "".join([*lines[:place], *hunk.added, *lines[place:]])
+        try:
+            tree = ast.parse(text)
+        except SyntaxError:  # within the parentheses of another import
+            continue
+        first = next((n.lineno for n in tree.body if isinstance(n, _DEFINITION)), len(lines))
+        if place < first:
+            return text
+    return ""
+
+
+def _imports_only(text: str) -> bool:
+    try:
+        body = ast.parse(text).body
+    except SyntaxError:
+        return False
+    return all(isinstance(statement, ast.Import | ast.ImportFrom) for statement in body)
+
+
+def _first_change(before: str, after: str) -> int:
+    """Return the number, from 1, of the first line of `after` that is not as in `before`."""
+    return _first_difference(before.splitlines(), after.splitlines())
+
+
+def _first_difference(before: Sequence[str], after: Sequence[str]) -> int:
+    pairs = enumerate(zip(before, after, strict=False), start=1)
+    return next((n for n, (a, b) in pairs if a != b), min(len(before), len(after)) + 1)
+
+
+def _collision(ours: str, merged: str) -> str:
+    """Return what the other release has where a merge has its first conflict."""
+    lines = merged.splitlines()
+    start = next(
+        n
+        for n in range(_first_change(ours, merged) - 1, len(lines))
+        if lines[n].startswith("<<<<<<< ")
+    )
+    end = next(n for n in range(start, len(lines)) if lines[n].startswith("||||||| "))
+    text = "\n".join(lines[start + 1 : end]) or "(nothing)"
+    return f"line {start + 1}:\n{text}"

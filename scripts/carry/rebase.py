@@ -1,0 +1,236 @@
+"""The steps of a rebase: started, stopped for a person, gone on with, until it lands."""
+
+from __future__ import annotations
+
+import ast
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from scripts.carry import landing
+from scripts.carry.merge import Carried, Source, Status, carry
+from scripts.carry.state import STATE, WORK, Phase, Result, State, load_state
+from scripts.carry.tables import collisions, table
+from scripts.carry.trial import mentions, nearest, remarks, without_carrying
+from scripts.commits.patches import DATE, commit_hooks
+from scripts.commits.worktree import changed_files
+from scripts.patchset.registry import Registry, load_registry
+from scripts.patchset.series import Series, load_series
+from scripts.project import ROOT
+from scripts.prove.stock import Stock, ask_stock
+from scripts.system.console import err, out
+from scripts.system.errors import NeedsPersonError, UsageError
+from scripts.system.git import Repository
+from scripts.upstream.history import Upstream, upstream
+
+TREE = WORK / "tree"
+_MARKERS = ("<<<<<<< vLLM ", "||||||| where ", ">>>>>>> ")
+
+
+def start(release: str, line: str | None, origin: str | None) -> None:
+    """Begin to carry the fixes of `line`, or of the nearest one, to `release`.
+
+    Raises:
+        UsageError: Another rebase is not finished.
+        NeedsPersonError: A fix cannot be carried by text alone.
+        CheckFailedError: What was carried does not pass lint or the regression tests.
+    """
+    if STATE.is_file():
+        raise UsageError(
+            f"{WORK.relative_to(ROOT)} holds a rebase that is not finished",
+            expected="none",
+            next_step="nox -s rebase -- --continue, or: nox -s rebase -- --abort",
+        )
+    shutil.rmtree(WORK, ignore_errors=True)  # of a start that was killed
+    line, source = nearest(release, line)
+    registry = load_registry()
+    _make_tree(upstream(origin), load_series(line), registry, source, release)
+    stock = ask_stock(release, list(registry.fixes.values()))
+    state = State(release, line, source, origin, stock)
+    state.save()
+    _go_on(state)
+
+
+def _make_tree(
+    releases: Upstream, series: Series, registry: Registry, source: str, release: str
+) -> None:
+    """Check `release` out; beside it, as tags `fix/<id>`, lie the fixes as they are on `source`."""
+    tags = [releases.tag(source), releases.tag(release)]
+    repository = Repository.init(TREE)
+    specs = [f"refs/tags/{tag}:refs/tags/{tag}" for tag in tags]
+    bare = str(releases.repository.path)
+    repository.run("fetch", "--quiet", "--no-tags", "--depth=1", bare, *specs)
+    commits = commit_hooks(repository, tags[0], series.patches, registry)
+    for patch, commit in zip(series.patches, commits, strict=True):
+        repository.run("tag", f"fix/{patch.fix_id}", commit)
+    repository.run("checkout", "--quiet", "--detach", tags[1])
+
+
+def resume(*, skip: bool = False) -> None:
+    """Go on with the rebase, after a person's work or a kill.
+
+    Args:
+        skip: Leave out the fix that it stopped at.
+
+    Raises:
+        UsageError: There is no rebase, no fix to leave out, or one that is not resolved.
+        NeedsPersonError: Another fix cannot be carried by text alone.
+        CheckFailedError: What was carried does not pass lint or the regression tests.
+    """
+    state = load_state()
+    repository = Repository(TREE)
+    stopped = state.stopped
+    if stopped is None and skip:
+        raise UsageError(
+            "it did not stop at a fix, so there is none to leave out",
+            expected="a fix that needs a person",
+            next_step="nox -s rebase -- --continue",
+        )
+    if stopped is not None:
+        if skip:
+            repository.run("reset", "--quiet", "--hard")
+        else:
+            _commit_resolution(repository, stopped.fix)
+        status = Status.SKIPPED if skip else Status.RESOLVED
+        hints = (*stopped.hints, f"it stopped: {stopped.status.value}")
+        state.results.append(Result(stopped.fix, status, stopped.proof, hints))
+        state.stopped = None
+        state.save()
+    elif state.phase is Phase.CARRYING:  # killed: what was not recorded is carried anew
+        known = {result.fix for result in state.results}
+        unknown = [fix for fix in commits_by_fix(repository) if fix not in known]
+        repository.run("reset", "--quiet", "--hard", "HEAD^" if unknown else "HEAD")
+    _go_on(state)
+
+
+def _commit_resolution(repository: Repository, fix_id: str) -> None:
+    """Commit what a person has made of a fix, unless that was done and then killed.
+
+    Raises:
+        UsageError: There are markers left, files that are no Python, or nothing at all.
+    """
+    if fix_id in commits_by_fix(repository):
+        return
+    changed = changed_files(repository)
+    unready = [f"{path}: {why}" for path in changed for why in _unready(TREE / path)]
+    if unready or not changed:
+        raise UsageError(
+            "; ".join(unready) or f"the worktree changes nothing, so fix {fix_id} would be empty",
+            expected="the fix as this release needs it, without markers",
+            next_step=f"edit {TREE.relative_to(ROOT)}/vllm, then: nox -s rebase -- --continue; "
+            "or leave the fix out: nox -s rebase -- --skip",
+        )
+    _commit(repository, fix_id, {path: (TREE / path).read_bytes() for path in changed})
+
+
+def _unready(path: Path) -> Iterator[str]:
+    text = path.read_text(encoding="utf-8")
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.startswith(_MARKERS):
+            yield f"line {number} has a marker"
+            return
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        yield f"line {error.lineno} is no Python: {error.msg}"
+
+
+def _commit(repository: Repository, fix_id: str, files: dict[str, bytes]) -> None:
+    registry = load_registry()
+    message = registry.message(registry.fix(fix_id))
+    commit = repository.commit("HEAD", files, message, author=registry.author, date=DATE)
+    repository.run("reset", "--quiet", "--hard", commit)
+
+
+def commits_by_fix(repository: Repository) -> dict[str, str]:
+    """Return the commits of the worktree, oldest first, by the fix that their trailer names.
+
+    A person may have amended or reordered them.
+    """
+    layout = "--format=%H %(trailers:key=Fix,valueonly,separator=%x20)"
+    rows = repository.run("log", "--reverse", layout, "HEAD").splitlines()
+    pairs = (row.split(" ", 1) for row in rows)
+    return {fix.strip(): commit for commit, fix in pairs if fix.strip()}
+
+
+def _go_on(state: State) -> None:
+    registry, series = load_registry(), load_series(state.line)
+    repository = Repository(TREE)
+    if state.phase is Phase.CARRYING:
+        _carry_all(state, series, registry, repository)
+        out.print(table(state.release, state.results))
+        state.phase = Phase.PROVING
+        state.save()
+    if state.phase is Phase.PROVING:
+        landing.prove_in_copy(state, series, repository, commits_by_fix(repository))
+        state.phase = Phase.LANDING
+        state.save()
+    landing.land(state)
+    shutil.rmtree(WORK)
+
+
+def _carry_all(state: State, series: Series, registry: Registry, repository: Repository) -> None:
+    source = Source(lambda path: repository.read(f"v{state.source}", path) or "")
+    carried, releases = commits_by_fix(repository), upstream(state.origin)
+    done = {result.fix for result in state.results}
+    for patch in series.patches:
+        if patch.fix_id in done:
+            source.add(patch, carried=patch.fix_id in carried)
+            continue
+        fix = registry.fix(patch.fix_id)
+        stock = state.stock.get(fix.id, Stock.NOT_RUN)  # none for a fix that is new since then
+        result = without_carrying(fix, state.release, stock)
+        if result is None:
+            one = carry(
+                patch,
+                source.before(patch),
+                _in_worktree,
+                repository,
+                f"v{state.release}",
+            )
+            hints = (*mentions(releases, fix, state.source, state.release), *remarks(one))
+            result = Result(fix.id, one.status, stock, hints)
+            if stock is Stock.MIXED:
+                hints = (f"by its text: {one.status.value}", *hints)
+                result = Result(fix.id, Status.PARTLY, Stock.MIXED, hints)
+            if result.status.stops:
+                _stop(state, result, one)
+            texts = {path: text.encode() for path, text in one.texts.items()}
+            _commit(repository, fix.id, texts)
+            source.add(patch, carried=True)
+        else:
+            source.add(patch, carried=False)
+        state.results.append(result)
+        state.save()
+        err.print(f"{fix.id}: {result.status.value}", markup=False)
+    # Lint would name a fix that is open and has no patch; the table should, before it.
+    state.results += [
+        Result(fix_id, Status.UNCARRIED, stock)
+        for fix_id, stock in state.stock.items()
+        if fix_id not in series.fix_ids and stock in (Stock.FAILS, Stock.MIXED)
+    ]
+
+
+def _in_worktree(path: str) -> str | None:
+    return (TREE / path).read_bytes().decode() if (TREE / path).is_file() else None
+
+
+def _stop(state: State, result: Result, one: Carried) -> None:
+    """Leave the fix in the worktree for a person.
+
+    Raises:
+        NeedsPersonError: Always.
+    """
+    for path, text in one.texts.items():
+        (TREE / path).write_bytes(text.encode())
+    state.stopped = result
+    state.save()
+    out.print(collisions(result, one, state.release))
+    where = TREE.relative_to(ROOT)
+    raise NeedsPersonError(
+        f"fix {result.fix} on vLLM {state.release}: {result.status.value}",
+        expected=f"the fix as {state.release} needs it, in {where}/vllm "
+        f"(as it is on {state.source}: git -C {where} show fix/{result.fix})",
+        next_step="edit it there, then: nox -s rebase -- --continue; to leave the fix out: "
+        "nox -s rebase -- --skip; to give up: nox -s rebase -- --abort",
+    )

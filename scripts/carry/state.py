@@ -1,0 +1,92 @@
+"""What a rebase remembers between its steps: one file, written whole, that survives a kill."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+
+from scripts.carry.merge import Status
+from scripts.project import ROOT
+from scripts.prove.stock import Stock
+from scripts.system.errors import UsageError
+from scripts.system.files import replace_text
+
+WORK = ROOT / ".work" / "rebase"
+STATE = WORK / "state.json"
+
+
+class Phase(Enum):
+    """How far a rebase is. Nothing outside of its folder changes before LANDING."""
+
+    CARRYING = "carrying"
+    PROVING = "proving"
+    LANDING = "landing"
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of one fix, and why: `proof` is what tests said, `hints` what texts did."""
+
+    fix: str
+    status: Status
+    proof: Stock = Stock.NOT_RUN
+    hints: tuple[str, ...] = ()
+
+
+@dataclass
+class State:
+    """One rebase.
+
+    Attributes:
+        release: Where the fixes are carried to.
+        line: The line whose series is carried.
+        source: The release that its patches are exported from.
+        origin: The clone of vLLM that was named, if any.
+        stock: What the tests said of each fix on the stock release.
+        results: One for each patch of the series that is done with, in order.
+        stopped: The fix that a person is looking at.
+        phase: How far it is.
+    """
+
+    release: str
+    line: str
+    source: str
+    origin: str | None
+    stock: dict[str, Stock]
+    results: list[Result] = field(default_factory=list)
+    stopped: Result | None = None
+    phase: Phase = Phase.CARRYING
+
+    def save(self, path: Path = STATE) -> None:
+        """Write it in one step."""
+        document = json.dumps(asdict(self), default=lambda member: member.value, indent=2)
+        replace_text(path, document + "\n")
+
+
+def load_state(path: Path = STATE) -> State:
+    """Read what was saved.
+
+    Raises:
+        UsageError: There is no rebase.
+    """
+    if not path.is_file():
+        raise UsageError(
+            "there is no rebase to go on with",
+            expected=f"a worktree in {WORK.relative_to(ROOT)}",
+            next_step="nox -s rebase -- <release>",
+        )
+    document = json.loads(path.read_text(encoding="utf-8"))
+    stopped = document["stopped"]
+    return State(
+        **{name: document[name] for name in ("release", "line", "source", "origin")},
+        stock={fix: Stock(said) for fix, said in document["stock"].items()},
+        results=[_result(row) for row in document["results"]],
+        stopped=_result(stopped) if stopped else None,
+        phase=Phase(document["phase"]),
+    )
+
+
+def _result(row: dict[str, str]) -> Result:
+    return Result(row["fix"], Status(row["status"]), Stock(row["proof"]), tuple(row["hints"]))

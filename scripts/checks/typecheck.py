@@ -1,0 +1,87 @@
+"""Does each release have what the overlay uses, and does each hook call what the overlay has?
+
+A hook that applies while a name it needs has moved away fails only when the defect strikes. So
+mypy reads the overlay and the hooks within the patched tree of every release. What upstream's
+own lines do is not our business: faults are kept where they are in the overlay, or on an added
+line.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+
+from scripts.patchset.hooks import added_lines
+from scripts.patchset.overlay import PACKAGE
+from scripts.project import ROOT
+from scripts.system.process import run
+from scripts.upstream.tree import read_source, release_tree
+
+_WORK = ROOT / ".work" / "typecheck"
+_FAULT = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.+)")
+# Up to 0.19.1 NIXL's connector is one module. The overlay takes types, and nothing else, from the
+# modules that it has been split into since.
+_CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
+_SPLIT_INTO = ("__init__", "connector", "metadata", "scheduler", "worker")
+_CONFIGURATION = """\
+[mypy]
+python_version = 3.12
+follow_imports = silent
+ignore_missing_imports = True
+check_untyped_defs = True
+warn_unused_ignores = False
+# Other people's packages are not installed here; a module of vLLM that is gone is a fault.
+[mypy-vllm.*,vllm_overlay.*]
+ignore_missing_imports = False
+"""
+
+
+def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, bytes]) -> list[str]:
+    """Return the faults that mypy finds in the hooks and the overlay on `release`.
+
+    Args:
+        release: The release whose tree is patched.
+        texts: New text of each file that the series changes, by path.
+        overlay: The overlay files that come with it, by path.
+    """
+    tree = _WORK / release
+    shutil.rmtree(tree, ignore_errors=True)
+    stock = release_tree(release)
+    for source in (stock / "vllm").rglob("*.py"):
+        target = tree / source.relative_to(stock)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
+    for path, data in {**{p: t.encode() for p, t in texts.items()}, **overlay}.items():
+        target = tree / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)
+    if (tree / _CONNECTORS / "nixl_connector.py").is_file():
+        (tree / _CONNECTORS / "nixl").mkdir()
+        view = f"from {_CONNECTORS.replace('/', '.')}.nixl_connector import *\n"
+        for name in _SPLIT_INTO:
+            (tree / _CONNECTORS / "nixl" / f"{name}.py").write_text(view)
+    configuration = tree / "mypy.ini"
+    configuration.write_text(_CONFIGURATION)
+    result = run(
+        [
+            sys.executable, "-m", "mypy", "--config-file", configuration,
+            "--cache-dir", _WORK / f"cache-{release}", "--no-error-summary",
+            *sorted(texts), *sorted(overlay),
+        ],
+        cwd=tree,
+        check=False,
+        timeout=900,
+    )  # fmt: skip
+    if result.returncode not in (0, 1) or result.stderr.strip():
+        return [f"{release}: mypy did not run: {(result.stderr or result.stdout).strip()[-800:]}"]
+    ours = {path: added_lines(read_source(release, path), text) for path, text in texts.items()}
+    faults = []
+    for match in map(_FAULT.match, result.stdout.splitlines()):
+        if match is None:
+            continue
+        path, line = match["path"], int(match["line"])
+        if path.startswith(f"{PACKAGE}/") or line in ours.get(path, ()):
+            faults.append(f"{release}: {path}:{line}: {match['text']}")
+    return faults

@@ -1,0 +1,39 @@
+"""`nox -s lint`: everything that can be said of the patch set without running vLLM.
+
+All checks run, all faults are listed, and the session fails once. Beside ruff, mypy,
+import-linter and zizmor (for the workflows of CI):
+
+- each patch's message is the registry's, and re-exporting the patch gives the same bytes;
+- each patch applies exactly to every release of its line, alone with what it depends on and in
+  series, and adds nothing but hooks;
+- every changed file says so near its top;
+- every name of vLLM that the overlay and the hooks use exists in each release (type-checked);
+- every forward test exists in its later release and can be cut for the earlier ones;
+- every affected release's line has the fix, or the registry says why not; every patch file is
+  listed, once, every overlay module is used, the changelog names each fix, and the README's matrix
+  is the registry's.
+"""
+
+from __future__ import annotations
+
+from scripts.checks.code import code_faults
+from scripts.checks.patch_set import patch_set_faults
+from scripts.system.console import entry, err
+from scripts.system.errors import CheckFailedError
+
+
+def main() -> None:
+    """Run all checks."""
+    faults = [*code_faults(), *patch_set_faults()]
+    for fault in faults:
+        err.print(f"✗ {fault}", markup=False)
+    if faults:
+        raise CheckFailedError(
+            f"{len(faults)} faults",
+            expected="none",
+            next_step="correct what is listed above, then: nox -s lint",
+        )
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,95 @@
+"""`nox -s rebase -- RELEASE`: the fixes of the nearest line, carried to another release.
+
+    nox -s rebase -- 0.22.1                 carry, prove, land
+    nox -s rebase -- 0.22.1 --from v0.20    from another line than the nearest
+    nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix; run and write nothing
+    nox -s rebase -- --continue             after a conflict, a failed proof, or a kill
+    nox -s rebase -- --skip                 leave out the fix that it stopped at
+    nox -s rebase -- --abort                give up; what tests have shown stays on record
+
+First the tests of every fix run on the stock release, unless they are on record for it: a fix
+whose tests pass there is not carried. The others are merged three ways, one commit each, in a
+worktree below `.work/rebase/`. Where a person has to look it stops there. What was carried is
+exported into a copy of this repository, linted and proven by the regression tests there, and only
+then put into place here.
+
+`--upstream URL-or-path` takes the releases from a clone of vLLM with its tags rather than from the
+pinned sdists; its history then tells which commits name a fix's pull request. The proof is the
+same: patches have to apply to the pinned sdist, and tests run on the pinned wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+
+from packaging.version import InvalidVersion, Version
+
+from scripts.carry.rebase import resume, start
+from scripts.carry.state import WORK
+from scripts.carry.tables import table
+from scripts.carry.trial import nearest, try_all
+from scripts.patchset.registry import load_registry
+from scripts.patchset.series import load_series
+from scripts.prove.stock import on_record
+from scripts.system.console import entry, out
+from scripts.system.errors import UsageError
+from scripts.system.files import only_process
+from scripts.upstream.history import upstream
+from scripts.upstream.lock import locked_release
+
+
+def main() -> None:
+    """Run the step that the command line names."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s rebase --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="?")
+    parser.add_argument("--from", dest="line", metavar="LINE")
+    parser.add_argument("--upstream", metavar="URL-OR-PATH")
+    step = parser.add_mutually_exclusive_group()
+    step.add_argument("--dry-run", action="store_true")
+    step.add_argument("--continue", dest="go_on", action="store_true")
+    step.add_argument("--skip", action="store_true")
+    step.add_argument("--abort", action="store_true")
+    options = parser.parse_args()
+    WORK.parent.mkdir(exist_ok=True)
+    with only_process(WORK.parent, "rebases in this checkout"):
+        if options.abort:
+            shutil.rmtree(WORK, ignore_errors=True)
+        elif options.go_on or options.skip:
+            resume(skip=options.skip)
+        elif options.release is None:
+            raise UsageError(
+                "no release to carry the fixes to",
+                expected="a release, or --continue, --skip or --abort",
+                next_step="nox -s rebase -- 0.22.1",
+            )
+        elif options.dry_run:
+            release = _release(options.release)
+            line, source = nearest(release, options.line)
+            registry = load_registry()
+            said = on_record(release, list(registry.fixes.values()))
+            trial = try_all(
+                upstream(options.upstream), load_series(line), source, release, registry, said
+            )
+            out.print(table(release, trial.results))
+        else:
+            start(_release(options.release), options.line, options.upstream)
+
+
+def _release(text: str) -> str:
+    try:
+        return locked_release(str(Version(text))).release
+    except InvalidVersion as error:
+        raise UsageError(
+            f"{text!r} is no release",
+            expected="a version such as 0.22.1",
+            next_step="nox -s rebase -- 0.22.1",
+        ) from error
+
+
+if __name__ == "__main__":
+    entry(main)

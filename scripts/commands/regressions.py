@@ -1,0 +1,97 @@
+"""`nox -s regressions -- RELEASE...`: each defect on the stock release, and none on the patched.
+
+For each release, in one environment: the tests of tests/regressions run on the stock wheel, then
+on the patched wheel that is installed in its place, and then, for each fix, on the stock files
+with that fix alone (and what it depends on). A fix passes only if
+
+- each of its tests fails on stock, and at least one by an assertion of ours about behaviour;
+- each passes on the patched wheel;
+- alone, it turns its own tests and those of what it depends on, and nobody else's.
+
+A release also has to answer the handshake with one hash, stock or patched, for a fleet is rolled
+engine by engine. Where the registry says that a release does not have the defect, or not the part
+that a test is about (`spared`), the tests have to pass on stock. A test that errors or is skipped
+proves nothing and fails the session. A fix that has no patch there on purpose (`unpatched`) is left
+out; where that is so of a part of it, the part's tests are.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.table import Table
+
+from scripts.patchset.registry import load_registry
+from scripts.project import project, supported_release
+from scripts.prove.outcomes import Outcome, Outcomes
+from scripts.prove.record import inputs, record
+from scripts.prove.regressions import ReleaseVerdict, prove_release, write_report
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError, UsageError
+
+
+def main() -> None:
+    """Run the releases that the command line names, or the default one."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s regressions --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="*", default=[project().default_release])
+    parser.add_argument("--fix", action="append", metavar="ID", help="only this fix; repeatable")
+    options = parser.parse_args()
+    registry = load_registry()
+    if unknown := set(options.fix or ()) - registry.fixes.keys():
+        raise UsageError(
+            f"no fix is called {', '.join(sorted(unknown))}",
+            expected=f"some of {', '.join(registry.fixes)}",
+            next_step="nox -s regressions -- --fix 40449",
+        )
+    wanted = options.fix or list(registry.fixes)
+    faults: list[str] = []
+    for release in map(supported_release, options.release):
+        asked = [registry.fixes[fix_id] for fix_id in wanted]
+        fixes = [fix for fix in asked if not fix.unpatched_on(release)]
+        before = [
+            (fix, inputs(fix, release, "stock"), inputs(fix, release, "patched")) for fix in fixes
+        ]
+        proof = prove_release(release, fixes, registry)
+        out.print(_table(proof))
+        write_report(proof)
+        for (fix, stock, patched), verdict in zip(before, proof.verdicts, strict=True):
+            record(release, "stock", [(fix, stock)], verdict.stock)
+            record(release, "patched", [(fix, patched)], verdict.patched)
+        of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
+        faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
+    for fault in faults:
+        err.print(f"✗ {fault}", markup=False)
+    if faults:
+        raise CheckFailedError(
+            f"{len(faults)} faults",
+            expected="every test fails on stock and passes on patched",
+            next_step="see reports/ for each test's outcome and failing line",
+        )
+
+
+def _table(proof: ReleaseVerdict) -> Table:
+    title = f"vLLM {proof.release}"
+    table = Table("fix", "stock", "patched", "alone", "seen on stock", title=title)
+    for verdict in proof.verdicts:
+        line = next((o for o in verdict.stock.values() if o.is_assertion), Outcome(""))
+        table.add_row(
+            verdict.fix,
+            _count(verdict.stock) + ("" if verdict.affected else " (not affected)"),
+            _count(verdict.patched),
+            "✗" if verdict.faults else ("✓" if verdict.affected else "-"),
+            f"{line.place} {line.message}"[:90],
+        )
+    return table
+
+
+def _count(outcomes: Outcomes) -> str:
+    results = [outcome.result for outcome in outcomes.values()]
+    return ", ".join(f"{results.count(result)} {result}" for result in sorted({*results}))
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,35 @@
+"""`nox -s replay`: how well does carrying work? Each release is carried as if it had just come out.
+
+For each pinned release from 0.20.0 on, the newest older release with a line is the source, as
+`nox -s rebase` would take it on the day. Of the registry only what it says of the source counts,
+for it knows the future: what a stock release has already is what the tests on record say. Nothing
+lands. The table goes to `docs/replay.md` and `reports/replay.json`.
+
+    nox -s replay                      every transition, by text and by what is on record
+    nox -s replay -- --prove 0.21.0    and run the tests of what was carried there
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from scripts.carry.replay import as_markdown, replay_all, write
+from scripts.system.console import entry, out
+
+
+def main() -> None:
+    """Replay all transitions and write what came out."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s replay --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--prove", metavar="RELEASE", nargs="+", default=[])
+    options = parser.parse_args()
+    transitions = replay_all(options.prove)
+    write(transitions)
+    out.print(as_markdown(transitions), markup=False)
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,98 @@
+"""`nox -s status`: of each fix on each final release, where it stands, and how that is known.
+
+    nox -s status                       from what is recorded, and from the releases' texts
+    nox -s status -- --prove            runs what is not proven yet, release by release
+    nox -s status -- --prove 0.22.1     only there
+
+A cell is proven by the fix's regression tests: run on the stock release and, where a line serves
+it, on the patched one (`reports/proofs/`). A proof counts as long as wheel, tests and patches are
+those that went into it. Without one, the texts give a hint: whether the fix's patch finds all its
+lines in the release, word for word. A hint is shown as such. Where neither says anything, the cell
+is unproven. `--prove` installs each release in turn and deletes it afterwards.
+
+Writes docs/status.md, docs/status.html and reports/status.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from scripts.patchset.registry import load_registry
+from scripts.project import ROOT
+from scripts.prove.status import (
+    PAGES,
+    REPORT,
+    Cell,
+    State,
+    all_cells,
+    previous_cells,
+    prove_missing,
+    write,
+)
+from scripts.system.console import entry, err, out
+from scripts.system.errors import (
+    CheckFailedError,
+    KvfixError,
+    UnknownReleaseError,
+)
+from scripts.upstream.lock import load_lock
+
+
+def main() -> None:
+    """Write the pages, after the runs that the command line asks for."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s status --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--prove", nargs="*", metavar="RELEASE", help="run the tests there, or everywhere"
+    )
+    options = parser.parse_args()
+    registry = load_registry()
+    failed: list[str] = []
+    if options.prove is not None:
+        for release in map(_pinned, options.prove or load_lock()):
+            try:
+                prove_missing(release, registry)
+            except KvfixError as error:  # the other releases can still be proven
+                failed.append(f"{release}: {error.found}")
+    cells = all_cells(registry, previous_cells())
+    write(cells, registry)
+    _tell(cells)
+    for fault in failed:
+        err.print(f"✗ {fault}", markup=False)
+    if failed:
+        raise CheckFailedError(
+            f"{len(failed)} releases could not be run",
+            expected="an environment for each",
+            next_step="see above, then: nox -s status -- --prove <release>",
+        )
+
+
+def _pinned(text: str) -> str:
+    if text in load_lock():
+        return text
+    raise UnknownReleaseError(
+        f"{text!r} is not a pinned vLLM release",
+        expected=f"one of {', '.join(load_lock())}",
+        next_step=f"nox -s lock -- {text}",
+    )
+
+
+def _tell(cells: dict[str, dict[str, Cell]]) -> None:
+    everything = [cell for row in cells.values() for cell in row.values()]
+    for state in State:
+        of_state = [cell for cell in everything if cell.state is state]
+        out.print(f"{state.value:>14}  {len(of_state):4}, proven {_proven_count(of_state)}")
+    for path in (*PAGES, REPORT):
+        out.print(f"wrote {path.relative_to(ROOT)}", markup=False)
+
+
+def _proven_count(cells: Iterable[Cell] | Sequence[Cell]) -> int:
+    return sum(cell.proven for cell in cells)
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,101 @@
+"""Can each commit of a branch be imported? Asked of its text alone, so it takes no vLLM.
+
+Every changed file has to compile. Every import of `vllm_overlay` in it, and every import of
+`vllm` in the overlay, has to name a module that the commit holds, and a name that is bound there.
+What Python builds at run time is not seen: `nox -s export -- --prove` imports for real.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from scripts.patchset.overlay import PACKAGE
+from scripts.system.git import Repository
+
+
+class Closure:
+    """Looks into the commits of one repository; what two commits share is read once."""
+
+    def __init__(self, repository: Repository) -> None:
+        self._repository = repository
+        self._modules: dict[str, ast.Module | str] = {}  # by blob
+
+    def faults(self, stock: str, commit: str) -> Iterator[str]:
+        """Yield what keeps the files that set `commit` apart from `stock` from being imported."""
+        before, files = self._blobs(stock), self._blobs(commit)
+        for path, blob in files.items():
+            if before.get(path) == blob or not path.endswith(".py"):
+                continue
+            module = self._module(blob)
+            if isinstance(module, str):
+                yield f"{path}: {module}"
+                continue
+            # Upstream's own lines may import what is made by its build.
+            checked = ("vllm", PACKAGE) if path.startswith(f"{PACKAGE}/") else (PACKAGE,)
+            for name, member in _imports(module):
+                if name.split(".")[0] in checked and not self._has(files, name, member):
+                    yield f"{path}: no {'.'.join(filter(None, (name, member)))} in this commit"
+
+    def _has(self, files: dict[str, str], name: str, member: str) -> bool:
+        path = _file(files, name)
+        if path is None:
+            return False
+        if not member or member == "*" or _file(files, f"{name}.{member}"):
+            return True
+        module = self._module(files[path])
+        return isinstance(module, ast.Module) and bool({member, "*"} & _bound(module.body))
+
+    def _blobs(self, commit: str) -> dict[str, str]:
+        rows = self._repository.run("ls-tree", "-r", "-z", commit, "--", "vllm", PACKAGE)
+        fields = (row.partition("\t") for row in rows.split("\0") if row)
+        return {path: entry.split()[2] for entry, _, path in fields}
+
+    def _module(self, blob: str) -> ast.Module | str:
+        """Return the parsed text of `blob`, or why it cannot be compiled."""
+        if blob not in self._modules:
+            try:
+                text = self._repository.run("cat-file", "blob", blob)
+                self._modules[blob] = ast.parse(text)
+                compile(text, blob, "exec", dont_inherit=True)  # sees more than the parser does
+            except (SyntaxError, ValueError) as error:
+                self._modules[blob] = f"does not compile: {error}"
+        return self._modules[blob]
+
+
+def _file(files: dict[str, str], module: str) -> str | None:
+    base = module.replace(".", "/")
+    return next((p for p in (f"{base}/__init__.py", f"{base}.py") if p in files), None)
+
+
+def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Yield module and name of each import that can run; those for type checkers cannot."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            pending += node.orelse
+            continue
+        pending += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield from ((node.module, alias.name) for alias in node.names)
+
+
+def _bound(body: list[ast.stmt]) -> set[str]:
+    """Return the names that statements bind in their module; `*` where that cannot be known."""
+    names: set[str] = set()
+    for statement in body:
+        for node in ast.walk(statement) if not _is_scope(statement) else [statement]:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                names.add("*" if node.name == "__getattr__" else node.name)
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                names |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return names
+
+
+def _is_scope(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)

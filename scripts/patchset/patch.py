@@ -1,0 +1,248 @@
+"""One patch: its mbox text, its trailers, its hunks, and their exact application.
+
+Application knows no fuzz. Every context and removed line must match; a hunk may only have moved
+as a whole, and where its text stands at several places and none is the stated one, it is
+refused. Plain `git apply` takes the nearest place then, and a hook that lands in the wrong twin
+is what users fear most. Whatever applies here, `git apply` applies in the same way.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from email.header import decode_header, make_header
+from io import StringIO
+from pathlib import Path
+
+from unidiff.constants import DEV_NULL, LINE_TYPE_NO_NEWLINE
+from unidiff.errors import UnidiffParseError
+from unidiff.patch import Hunk as ParsedHunk
+from unidiff.patch import Line as ParsedLine
+from unidiff.patch import PatchSet
+
+from scripts.system.errors import PatchDoesNotApplyError, RegistryError
+
+_TRAILER = re.compile(r"(?P<key>[A-Z][\w-]*): (?P<value>.+)")
+_COMMIT = re.compile(r"^From [0-9a-f]{40,64} ", re.MULTILINE)
+_FILE_HEADER = 4  # lines of a diff above the hunks of a file: diff, index, --- and +++
+
+
+@dataclass(frozen=True)
+class Hunk:
+    """Lines that change together; `start` is the line, from 1, at which `old` is expected.
+
+    `ends` says that no context follows: the hunk belongs to the end of the file.
+    """
+
+    start: int
+    ends: bool
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+    added: tuple[str, ...]
+
+    @property
+    def stated(self) -> int:
+        """Index, from 0, of the line at which `old` is expected."""
+        return max(self.start - 1, 0)  # 0 in an empty file
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One fix for one line of releases: the message and the hunks of each file."""
+
+    name: str
+    subject: str
+    trailers: tuple[tuple[str, str], ...]
+    files: dict[str, tuple[Hunk, ...]]
+
+    @property
+    def fix_id(self) -> str:
+        """Id of the fix, as its `Fix:` trailer says."""
+        return dict(self.trailers).get("Fix", "")
+
+    @property
+    def added_lines(self) -> int:
+        """How many lines the patch adds to upstream's files."""
+        return sum(len(hunk.added) for hunks in self.files.values() for hunk in hunks)
+
+
+@dataclass(frozen=True)
+class Offset:
+    """A hunk that matched exactly, but `lines` further down (or up) than it says."""
+
+    patch: str
+    path: str
+    hunk: int
+    lines: int
+
+
+def read_patch(path: Path) -> Patch:
+    """Read the mbox file `path`.
+
+    Raises:
+        RegistryError: It is no mbox with one diff, or its diff does more than change text files.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8")  # and not as text: lines may end in \r\n
+    except UnicodeDecodeError as error:
+        raise _malformed(path, str(error)) from error
+    message, found, diff = text.partition("\ndiff --git ")
+    if not found:
+        raise _malformed(path, "it has no diff")
+    if len(_COMMIT.findall(text)) > 1:
+        raise _malformed(path, "it has more than one commit")
+    diff = "diff --git " + diff.rstrip("\n") + "\n"
+    head, _, body = message.partition("\n\n")
+    subject = re.search(r"^Subject: (.*(?:\n .*)*)", head, re.MULTILINE)
+    body, separator, _ = body.partition("\n---\n")
+    if subject is None or not separator:
+        raise _malformed(path, "it is no mbox with a subject and a `---` line")
+    rows = [_TRAILER.fullmatch(line) for line in body.rstrip().rpartition("\n\n")[2].split("\n")]
+    trailers = tuple((match["key"], match["value"]) for match in rows if match)
+    if "Fix" not in dict(trailers):
+        raise _malformed(path, "it has no `Fix:` trailer")
+    try:
+        files = PatchSet(diff)
+    except UnidiffParseError as error:
+        raise _malformed(path, str(error)) from error
+    hunks: dict[str, tuple[Hunk, ...]] = {}
+    for file in files:
+        # A file that was empty counts as added for unidiff, so ask what git says.
+        added_or_removed = DEV_NULL in (file.source_file, file.target_file)
+        if added_or_removed or file.is_rename or file.is_binary_file:
+            raise _malformed(path, f"{file.path} is added, removed, renamed or binary")
+        hunks[file.path] = tuple(_hunk(hunk) for hunk in file)
+    # The parser passes over what it does not know. Every line has to have a meaning: one that
+    # lies behind the counts of its hunk would do nothing, silently.
+    understood = sum(_FILE_HEADER + sum(1 + len(hunk) for hunk in file) for file in files)
+    if understood != diff.count("\n") or not all(hunks.values()):
+        raise _malformed(path, "its diff has lines that belong to no hunk, or a change of mode")
+    return Patch(
+        name=path.name,
+        subject=str(make_header(decode_header(subject[1].replace("\n ", " ")))),
+        trailers=trailers,
+        files=hunks,
+    )
+
+
+def _hunk(hunk: ParsedHunk) -> Hunk:
+    lines: list[ParsedLine] = []
+    for line in hunk:
+        if line.line_type == LINE_TYPE_NO_NEWLINE:  # speaks of the line above it
+            lines[-1].value = lines[-1].value.removesuffix("\n")
+        else:
+            lines.append(line)
+    return Hunk(
+        start=hunk.source_start,
+        ends=not lines[-1].is_context,
+        old=tuple(line.value for line in lines if not line.is_added),
+        new=tuple(line.value for line in lines if not line.is_removed),
+        added=tuple(line.value for line in lines if line.is_added),
+    )
+
+
+def _malformed(path: Path, why: str) -> RegistryError:
+    return RegistryError(
+        f"{path.parent.name}/{path.name}: {why}",
+        expected="a git-am mbox that changes existing text files only",
+        next_step="export it again: nox -s edit -- <release> <fix>",
+    )
+
+
+def apply_patches(
+    patches: Sequence[Patch], read: Callable[[str], str]
+) -> tuple[dict[str, str], list[Offset]]:
+    """Apply `patches` in order to the files that `read` gives by path.
+
+    Returns:
+        The new text of each touched file, and the hunks that were found elsewhere.
+
+    Raises:
+        PatchDoesNotApplyError: A hunk has no place, or several; nothing is returned then.
+    """
+    texts: dict[str, str] = {}
+    offsets: list[Offset] = []
+    for patch in patches:
+        for path, hunks in patch.files.items():
+            text = texts[path] if path in texts else read(path)
+            texts[path] = _apply(patch.name, path, hunks, text, offsets)
+    return texts, offsets
+
+
+def _apply(name: str, path: str, hunks: Sequence[Hunk], text: str, offsets: list[Offset]) -> str:
+    lines = list(StringIO(text))  # as git counts them: a form feed ends no line
+    result: list[str] = []
+    done = 0  # source lines already copied or replaced
+    drift = 0  # how far the previous hunk had moved: the next one is looked for there first
+    for number, hunk in enumerate(hunks, start=1):
+        place = _find(lines, hunk, done, drift, f"{name}, {path}, hunk {number}")
+        moved = place - hunk.stated
+        if moved:
+            offsets.append(Offset(name, path, number, moved))
+        drift = moved
+        result += lines[done:place]
+        result += hunk.new
+        done = place + len(hunk.old)
+    return "".join(result + lines[done:])
+
+
+def _find(lines: Sequence[str], hunk: Hunk, first: int, drift: int, where: str) -> int:
+    size = len(hunk.old)
+    expected = hunk.stated + drift
+    places = [
+        at
+        for at in range(len(lines) - size + 1)
+        if not size or (lines[at] == hunk.old[0] and tuple(lines[at : at + size]) == hunk.old)
+    ]
+    # Without context above or below it, a hunk begins or ends the file, wherever else it fits.
+    wanted = f"line {expected + 1}"
+    fitting = [at for at in places if at >= first]
+    if hunk.start <= 1:
+        wanted, fitting = "the top of the file", [at for at in fitting if at == 0]
+    if hunk.ends:
+        wanted, fitting = "the end of the file", [at for at in fitting if at + size == len(lines)]
+    if expected in fitting or len(fitting) == 1:
+        place = expected if expected in fitting else fitting[0]
+        if place == hunk.stated or hunk.start <= 1 or hunk.ends:
+            return place
+        # It has moved. A twin that is no further away, or above the hunk before, may be meant too.
+        near = abs(place - hunk.stated)
+        twins = {*places} - {place}
+        if all(at >= first and abs(at - hunk.stated) > near for at in twins):
+            return place
+    if places:
+        numbers = ", ".join(str(at + 1) for at in places)
+        found = f"{where}: its text stands at line {numbers}; {wanted} is where it should, alone"
+    else:
+        found = f"{where}: its text is not there{_nearest(lines, hunk)}"
+    raise PatchDoesNotApplyError(
+        found,
+        expected="every context and removed line, unchanged, at one place",
+        next_step="is this the release that the line serves? To carry the fix to changed code, "
+        "edit it in a worktree: nox -s edit -- <release> <fix>",
+    )
+
+
+def _nearest(lines: Sequence[str], hunk: Hunk) -> str:
+    """Describe the place that agrees with most lines of `hunk`, for the error message."""
+
+    def agreement(at: int) -> int:
+        return sum(map(str.__eq__, lines[at : at + len(hunk.old)], hunk.old))
+
+    at = max(range(len(lines)), key=agreement, default=0)
+    equal = agreement(at) if lines else 0
+    if not equal:
+        return ""
+    wanted, got = next(
+        (
+            (want, have)
+            for want, have in zip(hunk.old, [*lines[at:], *[""] * len(hunk.old)], strict=False)
+            if want != have
+        ),
+        ("", ""),
+    )
+    return (
+        f"; nearest is line {at + 1}, where {equal} of {len(hunk.old)} lines agree, "
+        f"but not\n  wanted: {wanted!r}\n  found:  {got!r}"
+    )

@@ -1,0 +1,81 @@
+"""A release of vLLM as kvfix builds on it: its pinned files, its sources, and the fixes for it."""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from scripts.patchset.patch import Patch
+from scripts.patchset.series import Series, load_series
+from scripts.project import supported_release
+from scripts.upstream.index import fetch
+from scripts.upstream.lock import LockedFile, LockedRelease, locked_release
+from scripts.upstream.tree import read_source, release_tree
+
+
+@dataclass(frozen=True)
+class Target:
+    """A pinned release that a line of patches serves; files are fetched when they are asked for."""
+
+    locked: LockedRelease
+    series: Series
+
+    @classmethod
+    def of(cls, release: str) -> Target:
+        """Return the target `release`, given in its normal form.
+
+        Raises:
+            NotLockedError: The release is not pinned.
+            NoLineError: No line of patches serves it.
+            RegistryError: The lock, or a patch of the line, is malformed.
+        """
+        locked = locked_release(release)
+        return cls(locked, load_series(locked.line))
+
+    @classmethod
+    def named(cls, text: str) -> Target:
+        """Return the target that a command line names, in any spelling of PEP 440.
+
+        Raises:
+            UnknownReleaseError: kvfix supports no such release. And what `of` raises.
+        """
+        return cls.of(supported_release(text))
+
+    @property
+    def release(self) -> str:
+        """The release, in its normal form."""
+        return self.locked.release
+
+    @property
+    def line(self) -> str:
+        """The line of patches that serves it, such as `v0.20`."""
+        return self.locked.line
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """The patches for it, in the order in which they are applied."""
+        return self.series.patches
+
+    @property
+    def tree(self) -> Path:
+        """The unpacked sdist."""
+        return release_tree(self.release)
+
+    def read(self, path: str) -> str:
+        """Return the text of a file of the sdist.
+
+        Raises:
+            RegistryError: The release has no such file.
+        """
+        return read_source(self.release, path)
+
+    def wheel_for(self, arch: str | None = None) -> tuple[Path, LockedFile]:
+        """Return the stock wheel for a machine, this one by default: its path, and its pin.
+
+        Raises:
+            NotLockedError: There is none, or several.
+            NetworkError: It is not in the cache and the index cannot be reached.
+        """
+        file = self.locked.wheel_for(arch or platform.machine())
+        return fetch(file), file

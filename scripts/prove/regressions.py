@@ -1,0 +1,192 @@
+"""The tests of the fixes on one release: on stock, on patched, and with each fix alone."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from typing import NamedTuple
+
+from scripts.patchset.registry import Fix, Registry
+from scripts.patchset.series import Series
+from scripts.patchset.target import Target
+from scripts.project import REPORTS, ROOT, project
+from scripts.prove.environment import Environment, stage
+from scripts.prove.outcomes import Outcomes, is_of
+from scripts.prove.pytest import run_pytest
+from scripts.prove.record import of_fix
+from scripts.system.console import err
+from scripts.system.process import run
+from scripts.wheel.build import patched_wheel
+
+
+@dataclass
+class Verdict:
+    """What the runs say of one fix on one release."""
+
+    fix: str
+    affected: bool
+    stock: Outcomes
+    patched: Outcomes
+    alone: Outcomes = field(default_factory=dict)
+    faults: list[str] = field(default_factory=list)
+
+
+class Identity(NamedTuple):
+    """What an installed wheel says to a peer: its version, and the hash of its handshake."""
+
+    version: str
+    handshake: str
+
+
+@dataclass(frozen=True)
+class ReleaseVerdict:
+    """What the runs say of one release; `faults` are those that belong to no single fix."""
+
+    release: str
+    verdicts: list[Verdict]
+    identities: dict[str, Identity]
+    faults: list[str]
+
+
+def prove_release(release: str, fixes: list[Fix], registry: Registry) -> ReleaseVerdict:
+    """Run all sides of `release` and return what they say of `fixes`."""
+    series = Target.of(release).series
+    environment = Environment(release).make()
+    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
+    wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
+    sides: dict[str, Outcomes] = {}
+    identities: dict[str, Identity] = {}
+    for side, wheel in wheels.items():
+        err.print(f"{release}: {side} ...")
+        environment.install(wheel)
+        sides[side] = run_pytest(environment, paths)
+        identities[side] = _identity(environment)
+    environment.install(environment.stock)
+    patched_fixes = [fix for fix in fixes if fix.id in series.fix_ids]
+    # Two at a time: a run is one process on one core, and takes 1.5 GB.
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        alone = pool.map(
+            lambda fix: _alone(environment, series, fix, registry, paths), patched_fixes
+        )
+        alone_by_fix = dict(zip((fix.id for fix in patched_fixes), alone, strict=True))
+    verdicts = []
+    for fix in fixes:
+        verdict = Verdict(
+            fix=fix.id,
+            affected=fix.affects(release),
+            stock=of_fix(fix, release, sides["stock"]),
+            patched=of_fix(fix, release, sides["patched"]),
+            alone=alone_by_fix.get(fix.id, {}),
+        )
+        verdict.faults += _faults(verdict, fixes, release, registry)
+        verdicts.append(verdict)
+    return ReleaseVerdict(release, verdicts, identities, list(_split(identities, registry, series)))
+
+
+def _identity(environment: Environment) -> Identity:
+    """Ask the installed vLLM for its version and for the hash that its handshake compares."""
+    result = run(
+        [environment.python, "-W", "ignore", "-m", "tests.handshake_hash"],
+        cwd=stage(),
+        env=environment.variables(None),
+        timeout=300,
+    )
+    version, handshake = result.stdout.splitlines()[-1].split()
+    return Identity(version, handshake)
+
+
+def _split(identities: dict[str, Identity], registry: Registry, series: Series) -> Iterator[str]:
+    """Yield what would keep stock and patched engines of one fleet apart, or mix them up."""
+    stock, patched = identities["stock"], identities["patched"]
+    if stock.version == patched.version:
+        yield f"the stock and the patched wheel both call themselves {stock.version}"
+    changes = [i for i in series.fix_ids if registry.fixes[i].wire_compat.startswith("breaks")]
+    if (stock.handshake == patched.handshake) == bool(changes):
+        yield (
+            f"handshake hashes: stock {stock.handshake}, patched {patched.handshake}; "
+            f"fixes that break the wire: {', '.join(changes) or 'none'}"
+        )
+
+
+def _alone(
+    environment: Environment, series: Series, fix: Fix, registry: Registry, paths: list[str]
+) -> Outcomes:
+    err.print(f"{environment.release}: {fix.id} alone ...")
+    patches = series.only([fix.id], registry)
+    folder = ROOT / ".nox" / f"alone-{environment.release}-{fix.id}"
+    try:
+        shadow = environment.shadow(folder, patches)
+        return run_pytest(environment, paths, shadow=shadow)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:
+    for test in registry.fixes[verdict.fix].tests:
+        for side, outcomes in (("stock", verdict.stock), ("patched", verdict.patched)):
+            if not any(is_of(node, test) for node in outcomes):
+                yield f"{verdict.fix}, {side}: {test} did not run"
+    for node in sorted(verdict.stock.keys() ^ verdict.patched.keys()):
+        yield f"{verdict.fix}: {node} ran on one side only"
+    yield from _unlike_stock(
+        verdict.fix, "stock", verdict.stock, registry.fixes[verdict.fix], release
+    )
+    yield from _unlike(verdict.fix, "patched", verdict.patched, "passed")
+    if not verdict.affected:
+        return
+    if not any(outcome.is_assertion for outcome in verdict.stock.values()):
+        yield f"{verdict.fix}: no test fails on stock by an assertion about behaviour"
+    turned = registry.with_dependencies({verdict.fix})
+    for fix in fixes:
+        own = of_fix(fix, release, verdict.alone)
+        if fix.id in turned:
+            yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed")
+        elif fix.affects(release):
+            yield from _unlike_stock(verdict.fix, f"alone, tests of {fix.id}", own, fix, release)
+
+
+def _unlike_stock(
+    name: str, side: str, outcomes: Outcomes, fix: Fix, release: str
+) -> Iterator[str]:
+    """Yield which tests of `fix` do not do what they do without it."""
+    if not fix.affects(release):
+        yield from _unlike(name, side, outcomes, "passed")
+        return
+    failing = dict(outcomes)
+    for test in fix.spared_on(release):
+        passing = {node: failing.pop(node) for node in outcomes if is_of(node, test)}
+        yield from _unlike(name, f"{side}, spared {test}", passing, "passed")
+    yield from _unlike(name, side, failing, "failed")
+
+
+def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str) -> Iterator[str]:
+    if not outcomes:
+        yield f"{fix}, {side}: no test ran"
+    for node, outcome in outcomes.items():
+        if outcome.result != expected:
+            where = f" ({outcome.place}: {outcome.message})" if outcome.place else ""
+            yield f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
+
+
+def write_report(proof: ReleaseVerdict) -> None:
+    """Write `reports/regressions-<release>.json`."""
+    REPORTS.mkdir(exist_ok=True)
+    report = {
+        "release": proof.release,
+        "patch_set": project().version,
+        "identities": {side: one._asdict() for side, one in proof.identities.items()},
+        "fixes": {verdict.fix: as_json(verdict) for verdict in proof.verdicts},
+    }
+    path = REPORTS / f"regressions-{proof.release}.json"
+    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+def as_json(verdict: Verdict) -> dict[str, object]:
+    """Return what the report says of one fix."""
+    document = asdict(verdict)
+    del document["fix"], document["alone"]
+    document["flips_alone"] = not any("alone" in fault for fault in verdict.faults)
+    return document

@@ -1,0 +1,88 @@
+"""How the tools speak: one console, one progress bar, one place that turns errors into exits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn
+
+from rich.console import Console
+
+from scripts.system.errors import INTERRUPTED, TERMINATED, KvfixError, StorageError
+
+out = Console(highlight=False, soft_wrap=True)
+err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+_STORAGE = {
+    errno.ENOSPC: "no space left",
+    errno.EDQUOT: "quota exceeded",
+    errno.EFBIG: "larger than this system lets a file become",
+    errno.EROFS: "read-only file system",
+    errno.EACCES: "permission denied",
+    errno.EPERM: "not permitted",
+    errno.ENOTDIR: "a file lies where a folder should",
+    errno.EEXIST: "a file lies where a folder should",
+    errno.EISDIR: "a folder lies where a file should",
+    errno.EIO: "the device fails",
+}
+
+
+def entry(main: Callable[[], None]) -> NoReturn:
+    """Run one command and leave the process with its exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    # A TERM must unwind like Ctrl-C does, so that temporary files are removed.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    try:
+        main()
+    except KvfixError as error:
+        _print_error(error)
+        sys.exit(error.exit_code)
+    except OSError as error:
+        known = storage_error(error)
+        if known is None:
+            raise
+        _print_error(known)
+        sys.exit(known.exit_code)
+    except KeyboardInterrupt:
+        err.print("[bold]Interrupted.[/] Nothing was left half done; the same command starts anew.")
+        sys.exit(INTERRUPTED)
+    sys.exit(0)
+
+
+def storage_error(error: OSError) -> StorageError | None:
+    """Return what a user can do about a failed write, or None where it is another error."""
+    reason = _STORAGE.get(error.errno or 0)
+    if reason is None:
+        return None
+    where = os.fspath(error.filename) if error.filename is not None else "the target folder"
+    return StorageError(
+        f"cannot write {where}: {reason}",
+        expected="a folder that can be written, with room: a wheel takes 250 MB",
+        next_step="free space there, then run the same command; or name another folder: "
+        "KVFIX_CACHE=DIR for the cache, --out DIR for what apply and export write",
+    )
+
+
+def _print_error(error: KvfixError) -> None:
+    err.print("[bold red]error:[/] ", end="")
+    err.print(error.found, markup=False)
+    err.print("expected: " + error.expected, markup=False)
+    err.print("next: " + error.next_step, markup=False)
+
+
+@contextmanager
+def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
+    """Show a bar over `total` bytes on a terminal; yield the function that advances it."""
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+    shown = err.is_terminal  # elsewhere it would leave an empty line
+    with Progress(
+        *columns, TimeRemainingColumn(), console=err, transient=True, disable=not shown
+    ) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda count: bar.advance(task, count)

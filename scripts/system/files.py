@@ -1,0 +1,128 @@
+"""Files that appear whole or not at all, whatever kills the process that writes them."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+from typing import BinaryIO
+
+from scripts.system.console import err
+
+_MODE = 0o644  # said outright, so that the result does not depend on the caller's umask
+
+
+@contextmanager
+def replacing(target: Path) -> Iterator[BinaryIO]:
+    """Yield an empty file that takes the place of `target` when the block ends well.
+
+    Its `name` is its path. It lies beside `target`, for only within one file system is the rename
+    atomic. It goes away when the block raises; what a killed process has left is removed by the
+    next one.
+
+    Raises:
+        OSError: The folder cannot be written, or is full; `target` is as it was.
+    """
+    _sweep(target)
+    descriptor, temporary = _create(target)
+    try:
+        with open(temporary, "wb", opener=lambda *_: descriptor) as file:
+            yield file
+            file.flush()
+            os.fchmod(file.fileno(), _MODE)
+            # Before the rename: a power cut must not leave the new name on missing data.
+            os.fsync(file.fileno())
+            temporary.replace(target)
+    finally:
+        temporary.unlink(missing_ok=True)
+    _fsync_folder(target.parent)
+
+
+@contextmanager
+def only_process(folder: Path, what: str) -> Iterator[None]:
+    """Wait until no other process `what` (said to the user) in `folder`.
+
+    The system frees a dead process's lock. Where a file system has no locks nobody waits, so what
+    is written in the block has to be put in place whole.
+    """
+    with (folder / ".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            err.print(f"another process {what}; waiting for it", markup=False)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError:
+            pass
+        yield
+
+
+def _create(target: Path) -> tuple[int, Path]:
+    while True:
+        descriptor, name = tempfile.mkstemp(
+            prefix=f".{target.name}.", suffix=".part", dir=target.parent
+        )
+        # The lock says that a writer lives. The kernel drops it when the process dies, and no
+        # recycled process id can be mistaken for it. Some network file systems have no locks:
+        # there a killed run's file stays until somebody removes it.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor, Path(name)
+        os.close(descriptor)  # swept by another process before the lock was ours
+
+
+def _sweep(target: Path) -> None:
+    for stale in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
+        with suppress(OSError), stale.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
+            stale.unlink()
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+_CHUNK = 1 << 20  # bytes; from here on a bigger buffer no longer makes hashing faster
+
+
+def sha256(path: Path, on_progress: Callable[[int], None] | None = None) -> str:
+    """Return the sha256 of the file at `path` as 64 lower-case hexadecimal digits.
+
+    Args:
+        path: The file.
+        on_progress: Called after each piece with its length in bytes.
+    """
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK))
+    # Unbuffered: the pieces are large already, a second copy of each would only cost time.
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            if on_progress is not None:
+                on_progress(count)
+    return digest.hexdigest()
+
+
+@cache
+def sha256_once(path: Path) -> str:
+    """Return the sha256 of a file that does not change while this process runs."""
+    return sha256(path)
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write `text` to `path` in one step; a file that says the same is left alone."""
+    if path.is_file() and path.read_text(encoding="utf-8") == text:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as file:
+        file.write(text.encode())

@@ -1,0 +1,282 @@
+"""The one gateway to git.
+
+Every call pins the configuration that could change what it does: a user's `core.autocrlf`,
+`diff.noprefix` or `format.*` must not reach a patch, and no hook or signing program may run.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO, Any
+
+from git.cmd import Git
+from git.exc import GitCommandError, GitCommandNotFound
+
+from scripts.system.errors import GitError
+
+_PINNED = {
+    "commit.gpgSign": "false",
+    "core.abbrev": "12",
+    "core.attributesFile": os.devnull,
+    "core.autocrlf": "false",
+    "core.bigFileThreshold": "512m",
+    "core.compression": "-1",
+    "core.eol": "lf",
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": os.devnull,
+    "core.quotePath": "true",
+    "core.safecrlf": "false",
+    "diff.algorithm": "myers",
+    "diff.context": "3",
+    "diff.dstPrefix": "b/",
+    "diff.external": "",
+    "diff.indentHeuristic": "true",
+    "diff.interHunkContext": "0",
+    "diff.mnemonicPrefix": "false",
+    "diff.noprefix": "false",
+    "diff.orderFile": os.devnull,
+    "diff.renames": "false",
+    "diff.srcPrefix": "a/",
+    "diff.suppressBlankEmpty": "false",
+    "format.coverLetter": "false",
+    "format.encodeEmailHeaders": "true",
+    "format.from": "false",
+    "format.mboxrd": "false",
+    "format.noprefix": "false",
+    "format.signOff": "false",
+    "format.subjectPrefix": "PATCH",
+    "format.thread": "false",
+    "format.useAutoBase": "false",
+    "gc.auto": "0",
+    "i18n.commitEncoding": "utf-8",
+    "i18n.logOutputEncoding": "utf-8",
+    "init.defaultBranch": "main",
+    "log.showSignature": "false",
+    "pack.compression": "-1",
+    "pack.depth": "50",
+    "pack.threads": "1",  # with several, the bytes of a pack depend on how they run
+    "pack.window": "10",
+    "pack.windowMemory": "0",
+    "status.showUntrackedFiles": "normal",
+    "tag.gpgSign": "false",
+}
+# How the files of a checkout lie on its disk is its owner's business, and git is asked in those
+# terms whether they have changed.
+_OF_A_CHECKOUT = ("core.attributesFile", "core.autocrlf", "core.eol", "core.fileMode")
+# Set where a git hook runs us, or by hand: each would lead to another repository or another diff.
+_FOREIGN = (
+    "GIT_ALTERNATE_OBJECT_DIRECTORIES",
+    "GIT_COMMON_DIR",
+    "GIT_DIFF_OPTS",
+    "GIT_DIR",
+    "GIT_EXTERNAL_DIFF",
+    "GIT_INDEX_FILE",
+    "GIT_NAMESPACE",
+    "GIT_OBJECT_DIRECTORY",
+    "GIT_PREFIX",
+    "GIT_WORK_TREE",
+)
+
+
+class Repository:
+    """A git checkout or bare repository at `path`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def init(cls, path: Path, *, bare: bool = False) -> Repository:
+        """Make an empty repository at `path`, or take the one that is there."""
+        path.mkdir(parents=True, exist_ok=True)
+        repository = cls(path)
+        bare_or_not = ["--bare"] if bare else []
+        repository.run("init", "--quiet", "--template=", "--object-format=sha1", *bare_or_not)
+        return repository
+
+    def run(
+        self,
+        *arguments: str,
+        env: Mapping[str, str] | None = None,
+        pinned: Mapping[str, str] = _PINNED,
+    ) -> str:
+        """Run one git command and return its output, byte for byte, as text.
+
+        Raises:
+            GitError: Git is not there, or the command failed.
+        """
+        try:
+            output: bytes = self._execute(
+                arguments, env, pinned, strip_newline_in_stdout=False, stdout_as_string=False
+            )
+        except GitCommandError as error:
+            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ").strip("'")
+            raise self._refused(arguments[0], words) from error
+        return output.decode("utf-8", "surrogateescape")
+
+    @contextmanager
+    def fed(self, *arguments: str) -> Iterator[IO[bytes]]:
+        """Run one git command; yield its standard input, and wait for its end.
+
+        Raises:
+            GitError: Git is not there, or the command failed.
+        """
+        # The holder ends the process when it is collected, so it has to live as long.
+        holder = self._execute(arguments, None, _PINNED, as_process=True, istream=subprocess.PIPE)
+        process = holder.proc
+        try:
+            with suppress(BrokenPipeError):  # it has ended early, and says why
+                yield process.stdin
+        finally:
+            with suppress(BrokenPipeError):
+                process.stdin.close()
+            said = process.stderr.read().decode("utf-8", "replace").strip()
+            process.stdout.close()
+            process.stderr.close()
+            status = process.wait()
+        if status:
+            raise self._refused(arguments[0], said)
+
+    def merge(self, ours: str, base: str, theirs: str, labels: Sequence[str]) -> tuple[str, int]:
+        """Merge three texts of one file.
+
+        Args:
+            ours: The text that is changed.
+            base: The text that `theirs` was made from.
+            theirs: The text whose changes are taken over.
+            labels: What the markers of a conflict call the three, in this order.
+
+        Returns:
+            The merged text, with markers (all three sides) where there is a conflict, and how many
+            conflicts there are.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [Path(folder, name) for name in ("ours", "base", "theirs")]
+            words = ["merge-file", "--quiet", "--diff3"]
+            for path, text, label in zip(paths, (ours, base, theirs), labels, strict=True):
+                path.write_bytes(text.encode("utf-8", "surrogateescape"))
+                words += ["-L", label]
+            conflicts = 0
+            try:
+                self.run(*words, *map(os.fspath, paths))
+            except GitError as error:
+                # It exits with the number of conflicts, and beyond 127 where it could not merge.
+                conflicts = int(getattr(error.__cause__, "status", 0) or 0)
+                if not 0 < conflicts < 128:
+                    raise
+            return paths[0].read_bytes().decode("utf-8", "surrogateescape"), conflicts
+
+    def _execute(
+        self,
+        arguments: Sequence[str],
+        env: Mapping[str, str] | None,
+        pinned: Mapping[str, str],
+        **how: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        options = [word for key, value in pinned.items() for word in ("-c", f"{key}={value}")]
+        for name in _FOREIGN:  # GitPython only adds to the environment
+            os.environ.pop(name, None)
+        fixed = {"LC_ALL": "C", "GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+        try:
+            return Git(self.path).execute(
+                ["git", *options, *arguments], env={**fixed, **(env or {})}, **how
+            )
+        except GitCommandNotFound as error:
+            raise GitError(
+                "git is not installed",
+                expected="git 2.30 or later on the PATH",
+                next_step="install git, then run the same command",
+            ) from error
+
+    def _refused(self, command: str, words: str) -> GitError:
+        return GitError(
+            f"git {command} failed in {self.path}: {words}",
+            expected="a repository that git can work in",
+            next_step=f"git -C {self.path} status",
+        )
+
+    def resolve(self, revision: str) -> str | None:
+        """Return the commit that `revision` names, or None.
+
+        Raises:
+            GitError: Git is not there, or this is no repository, or not one that git trusts.
+        """
+        try:
+            return self.run("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}").strip()
+        except GitError as error:
+            if getattr(error.__cause__, "status", None) == 1:
+                return None
+            raise
+
+    def changes(self) -> list[str]:
+        """Return git's short status lines; empty when the checkout is clean."""
+        pinned = {key: value for key, value in _PINNED.items() if key not in _OF_A_CHECKOUT}
+        return self.run("status", "--porcelain", pinned=pinned).splitlines()
+
+    def read(self, revision: str, path: str) -> str | None:
+        """Return the text of `path` at `revision`, or None where there is no such file."""
+        if not self.run("ls-tree", revision, "--", path):
+            return None
+        return self.run("cat-file", "blob", f"{revision}:{path}")
+
+    def commit(
+        self,
+        parent: str,
+        files: Mapping[str, bytes],
+        message: str,
+        *,
+        author: str,
+        date: str,
+    ) -> str:
+        """Store a commit on top of `parent` that sets `files`; touch no branch and no checkout.
+
+        A file that exists keeps its mode.
+
+        Args:
+            parent: Revision that the commit follows.
+            files: New content by path; other files stay as they are in `parent`.
+            message: Whole commit message.
+            author: `Name <address>`, also the committer.
+            date: ISO 8601 time for author and committer: same input, same commit id.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            index = {"GIT_INDEX_FILE": os.fspath(Path(folder, "index"))}
+            self.run("read-tree", parent, env=index)
+            names = [*files]
+            contents = [Path(folder, str(number)) for number in range(len(names))]
+            for content, name in zip(contents, names, strict=True):
+                content.write_bytes(files[name])
+            if names:
+                rows = self.run("ls-tree", "-z", parent, "--", *names).split("\0")
+                modes = {row.partition("\t")[2]: row[:6] for row in rows if row}
+                blobs = self.run("hash-object", "-w", "--no-filters", *map(os.fspath, contents))
+                entries = [
+                    word
+                    for name, blob in zip(names, blobs.split(), strict=True)
+                    for word in ("--cacheinfo", f"{modes.get(name, '100644')},{blob},{name}")
+                ]
+                self.run("update-index", "--add", *entries, env=index)
+            tree = self.run("write-tree", env=index).strip()
+            said = Path(folder, "message")
+            said.write_text(message, encoding="utf-8")
+            return self.run(
+                "commit-tree",
+                tree,
+                "-p",
+                parent,
+                "-F",
+                os.fspath(said),
+                env=identity(author, date),
+            ).strip()
+
+
+def identity(author: str, date: str) -> dict[str, str]:
+    """Return the variables that make `author` (`Name <address>`) author and committer at `date`."""
+    name, _, address = author.partition(" <")
+    who = {"NAME": name, "EMAIL": address.rstrip(">"), "DATE": date}
+    return {f"GIT_{role}_{key}": v for role in ("AUTHOR", "COMMITTER") for key, v in who.items()}

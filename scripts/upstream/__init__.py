@@ -1,0 +1,1 @@
+"""vLLM's releases as they come from the index, or from a clone."""

@@ -1,0 +1,181 @@
+"""`patches/upstream.lock`: the files of every supported release, by name and sha256.
+
+The format is TOML: one table per release with its `line` (the folder below `patches/` that serves
+it) and a table of file names and their sha256.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.utils import (
+    InvalidSdistFilename,
+    InvalidWheelFilename,
+    parse_sdist_filename,
+    parse_wheel_filename,
+)
+from packaging.version import InvalidVersion, Version
+
+from scripts.project import PATCHES, read_toml
+from scripts.system.errors import NotLockedError, RegistryError
+
+DISTRIBUTION = "vllm"
+LOCK = PATCHES / "upstream.lock"
+
+_LINUX = r"(many|musl)?linux(\d+|_\d+_\d+)?_"  # a platform tag up to the machine
+
+_HEADER = (
+    "# What kvfix builds on: every file of each release, with its sha256.\n"
+    "# Written by `nox -s lock -- RELEASE`; of an entry, only `line` is for people to change.\n\n"
+)
+
+
+@dataclass(frozen=True)
+class LockedFile:
+    """One pinned file; `sha256` is 64 lower-case hexadecimal digits."""
+
+    name: str
+    sha256: str
+
+
+@dataclass(frozen=True)
+class LockedRelease:
+    """One release as it is pinned: its line of patches (`v0.20`), its sdist and its wheels."""
+
+    release: str
+    line: str
+    sdist: LockedFile
+    wheels: tuple[LockedFile, ...]
+
+    def wheel_for(self, arch: str) -> LockedFile:
+        """Return the wheel for a machine (`x86_64`, `aarch64`), the one that installers choose.
+
+        Where a release has several, that is the one with the highest build tag.
+
+        Raises:
+            NotLockedError: There is none, or two that differ in more than the build tag.
+        """
+        builds: dict[Any, list[LockedFile]] = {}
+        for wheel in self.wheels:
+            _, _, build, tags = parse_wheel_filename(wheel.name)
+            if any(re.fullmatch(_LINUX + re.escape(arch), tag.platform) for tag in tags):
+                builds.setdefault(build, []).append(wheel)
+        best = builds[max(builds)] if builds else []
+        if len(best) == 1:
+            return best[0]
+        raise NotLockedError(
+            f"{'no wheel' if not best else 'more than one wheel'} of {self.release} for {arch!r} "
+            f"is pinned; there are: {', '.join(wheel.name for wheel in self.wheels) or 'none'}",
+            expected="one wheel for that machine",
+            next_step=f"nox -s lock -- {self.release}, or give the file: --wheel FILE",
+        )
+
+    def hashes(self) -> dict[str, str]:
+        """Return the sha256 of every file by its name, the sdist first."""
+        return {file.name: file.sha256 for file in (self.sdist, *self.wheels)}
+
+
+def load_lock(path: Path = LOCK) -> dict[str, LockedRelease]:
+    """Read the lock file: release → what is pinned of it, oldest release first.
+
+    Raises:
+        RegistryError: The file contradicts itself; the message names the place.
+    """
+    if not path.exists():
+        return {}
+    try:
+        document = read_toml(path)
+    except ValueError as error:  # a TOMLDecodeError is one; it names line and column
+        raise _wrong(path, f"it is no TOML: {error}") from error
+    releases: dict[Version, LockedRelease] = {}
+    for name, table in document.items():
+        version = final_version(name)
+        if version is None or str(version) != name:
+            raise _wrong(path, f"{name!r} is no final release in its normal form")
+        if version in releases:
+            raise _wrong(path, f"{name} and {releases[version].release} are the same release")
+        if not isinstance(table, dict) or not isinstance(table.get("files"), dict):
+            raise _wrong(path, f"{name} has no table of files")
+        line = table.get("line")
+        if not isinstance(line, str) or not re.fullmatch(r"v[0-9][0-9A-Za-z.]*", line):
+            raise _wrong(path, f"{name} has no line like 'v0.20', but {line!r}")
+        if surplus := table.keys() - {"line", "files"}:
+            raise _wrong(path, f"{name} has keys of no meaning: {', '.join(sorted(surplus))}")
+        releases[version] = read_release(path, name, line, table["files"])
+    return {str(version): releases[version] for version in sorted(releases)}
+
+
+def locked_release(release: str, path: Path = LOCK) -> LockedRelease:
+    """Return what is pinned of one release, given in its normal form.
+
+    Raises:
+        NotLockedError: Nothing is.
+        RegistryError: The lock file contradicts itself.
+    """
+    releases = load_lock(path)
+    if release in releases:
+        return releases[release]
+    raise NotLockedError(
+        f"vLLM {release} is not in patches/upstream.lock",
+        expected=f"one of {', '.join(releases) or '(the file is empty)'}",
+        next_step=f"nox -s lock -- {release}",
+    )
+
+
+def render(releases: Mapping[str, LockedRelease]) -> str:
+    """Return the text of the lock file: the same releases give the same bytes."""
+    import tomli_w
+
+    tables = {
+        name: {"line": releases[name].line, "files": releases[name].hashes()}
+        for name in sorted(releases, key=Version)
+    }
+    return _HEADER + tomli_w.dumps(tables)
+
+
+def read_release(path: Path, name: str, line: str, files: dict[str, Any]) -> LockedRelease:
+    """Check the files of one entry and sort them; `path` is only named in messages."""
+    sdists: list[LockedFile] = []
+    wheels: list[LockedFile] = []
+    for file in sorted(files):
+        try:
+            parse = parse_sdist_filename if is_sdist(file) else parse_wheel_filename
+            distribution, version = parse(file)[:2]
+        except (InvalidSdistFilename, InvalidWheelFilename) as error:
+            raise _wrong(path, f"{name} has a file that is no wheel or .tar.gz: {error}") from None
+        if distribution != DISTRIBUTION or version != Version(name):
+            raise _wrong(path, f"{name} has a file of another release: {file}")
+        if not isinstance(files[file], str) or not re.fullmatch(r"[0-9a-f]{64}", files[file]):
+            raise _wrong(path, f"the sha256 of {file} is {files[file]!r}")
+        (sdists if is_sdist(file) else wheels).append(LockedFile(file, files[file]))
+    if len(sdists) != 1:
+        raise _wrong(path, f"{name} has {len(sdists)} source archives instead of one")
+    return LockedRelease(name, line, sdists[0], tuple(wheels))
+
+
+def is_sdist(file: str) -> bool:
+    """Whether the name `file` is that of a source archive."""
+    return file.endswith(".tar.gz")
+
+
+def final_version(text: str) -> Version | None:
+    """Return the final release that `text` names; None where it names none."""
+    try:
+        version = Version(text)
+    except InvalidVersion:
+        return None
+    # A post-release is a final one; what the public may not install is not.
+    return None if version.is_prerelease or version.local else version
+
+
+def _wrong(path: Path, what: str) -> RegistryError:
+    return RegistryError(
+        f"{path}: {what}",
+        expected="per release a `line` and one table `files` of names and sha256, with one sdist",
+        next_step="undo the change by hand (git log -p shows it), or delete the entry and run "
+        "nox -s lock -- <release>",
+    )

@@ -1,0 +1,99 @@
+"""What the index offers of a release, put into the lock or compared with what is there.
+
+What is pinned is never changed: a file of the same name with another hash stops it, and a file that
+the index no longer offers stays in the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from packaging.version import Version
+
+from scripts.system.console import out
+from scripts.system.errors import HashMismatchError, UnknownReleaseError, UsageError
+from scripts.system.files import replacing
+from scripts.upstream import index
+from scripts.upstream.lock import (
+    DISTRIBUTION,
+    LOCK,
+    final_version,
+    is_sdist,
+    load_lock,
+    read_release,
+    render,
+)
+
+
+def lock(releases: Iterable[str], path: Path = LOCK) -> None:
+    """Add each release to the lock file or check its entry, and print what changed.
+
+    All or nothing: the file is written once, after every release was found good.
+
+    Raises:
+        UsageError: A name is no final version.
+        UnknownReleaseError: The index does not have the release, or no sdist of it.
+        HashMismatchError: A pinned file has another hash on the index.
+        NetworkError: The index does not answer.
+    """
+    names = dict.fromkeys(_release_name(text) for text in releases)
+    old = load_lock(path)
+    new = dict(old)
+    differing: list[str] = []
+    for name in names:
+        pinned = old[name].hashes() if name in old else {}
+        offers = {offer.name: offer for offer in index.offered(DISTRIBUTION, name)}
+        found = {
+            offer.name: offer.sha256 or index.transferred_hash(offer) for offer in offers.values()
+        }
+        files = {**found, **pinned}
+        if not any(map(is_sdist, files)):
+            raise UnknownReleaseError(
+                f"the index has no source archive of vLLM {name}; its files are: "
+                f"{', '.join(files) or 'none'}",
+                expected="a published release",
+                next_step="correct the number, or the index settings of pip or uv",
+            )
+        line = old[name].line if name in old else _default_line(name)
+        new[name] = read_release(path, name, line, files)
+        out.print(f"{name}, line {line}", style="bold")
+        for file in new[name].hashes():
+            state = _state(pinned.get(file), found.get(file))
+            yanked = file in offers and offers[file].yanked is not None
+            out.print(f"  {state:9} {file}{' (yanked)' if yanked else ''}", markup=False)
+            if state == "differs":
+                differing.append(f"{file}: pinned {pinned[file]}, offered {found[file]}")
+    if differing:
+        raise HashMismatchError(
+            "the index has other files under pinned names:\n  " + "\n  ".join(differing),
+            expected="the sha256 that patches/upstream.lock pins: a published file never changes",
+            next_step="find out which of the two was changed; the lock was left as it is",
+        )
+    if new != old:
+        with replacing(path) as target:
+            target.write(render(new).encode())
+
+
+def _state(pinned: str | None, found: str | None) -> str:
+    if pinned is None:
+        return "added"
+    if found is None:
+        return "vanished"  # and kept: the release stays what it is
+    return "same" if found == pinned else "differs"
+
+
+def _release_name(text: str) -> str:
+    version = final_version(text)
+    if version is None:
+        raise UsageError(
+            f"{text!r} is no final release",
+            expected="a version such as 0.20.2: no pre-release, no local part",
+            next_step="nox -s lock -- <release>",
+        )
+    return str(version)
+
+
+def _default_line(release: str) -> str:
+    version = Version(release)
+    return f"v{version.major}.{version.minor}"

@@ -1,0 +1,1 @@
+"""Upstream's own tests, and later releases' for our fixes, on stock against patched."""

@@ -1,0 +1,1 @@
+"""Wheels: read, planned, written and checked, member by member."""

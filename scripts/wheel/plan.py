@@ -1,0 +1,108 @@
+"""What the series makes of a wheel: every member that changes or is new, before one is written.
+
+`apply` writes it, `verify` expects it, so neither can know more than the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from packaging.version import Version
+
+from scripts.patchset.overlay import build_record, overlay_files, provenance, stamp_all
+from scripts.patchset.patch import Offset, Patch, apply_patches
+from scripts.patchset.registry import Fix, Registry
+from scripts.project import project
+from scripts.wheel.names import (
+    VERSION_MODULE,
+    dist_info_folder,
+    patched_metadata,
+    patched_version,
+    patched_version_module,
+)
+from scripts.wheel.reader import WheelReader
+from scripts.wheel.sbom import SBOM_PATH, SbomFix, build_sbom
+from scripts.wheel.writer import renamed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that sets a patched wheel apart from its source.
+
+    `replaced` has the new content by path in the source, `added` by path in the result.
+    """
+
+    file_name: str
+    version: Version
+    dist_info: str
+    replaced: dict[str, bytes]
+    added: dict[str, bytes]
+    offsets: tuple[Offset, ...]
+
+    def written(self, source: WheelReader) -> list[str]:
+        """Return the paths, in the result, of all that is not copied."""
+        return [renamed(source, name, self.dist_info) for name in self.replaced] + [*self.added]
+
+
+def plan_wheel(
+    source: WheelReader,
+    source_sha256: str,
+    release: str,
+    patches: Sequence[Patch],
+    registry: Registry,
+) -> Plan:
+    """Return what `patches` make of `source`; nothing is written.
+
+    Raises:
+        AlreadyPatchedError: The wheel carries kvfix.
+        WrongReleaseError: The wheel is another release.
+        PatchDoesNotApplyError: A hunk has no place, or several.
+        BrokenWheelError: A member that is read is damaged.
+    """
+    source.require_stock(release)
+    texts, offsets = apply_patches(patches, lambda path: source.read(path).decode("utf-8"))
+    version = patched_version(source.version, project().version)
+    dist_info = dist_info_folder(source.distribution, version)
+    metadata = f"{source.dist_info}/METADATA"
+    replaced = {path: text.encode() for path, text in stamp_all(texts, patches).items()}
+    replaced[metadata] = patched_metadata(source.read(metadata), version)
+    replaced[VERSION_MODULE] = patched_version_module(
+        source.read(VERSION_MODULE), source.version, version
+    )
+    fixes = [registry.fix(patch.fix_id) for patch in patches]
+    added = overlay_files(patches)
+    added.update(map(provenance, fixes))
+    made_from = {
+        "patch_set": project().version,
+        "release": release,
+        "source": source.path.name,
+        "source_sha256": source_sha256,
+    }
+    added.update([build_record(made_from)])
+    added[f"{dist_info}/{SBOM_PATH}"] = build_sbom(
+        name=source.distribution,
+        version=str(version),
+        patch_set=project().version,
+        ancestor_name=source.distribution,
+        ancestor_version=str(source.version),
+        ancestor_sha256=source_sha256,
+        fixes=[_sbom_fix(fix) for fix in fixes],
+    )
+    return Plan(
+        file_name=str(source.file_name.with_version(version)),
+        version=version,
+        dist_info=dist_info,
+        replaced=replaced,
+        added=added,
+        offsets=tuple(offsets),
+    )
+
+
+def _sbom_fix(fix: Fix) -> SbomFix:
+    return SbomFix(
+        id=fix.id,
+        title=fix.title,
+        upstream_pr=fix.upstream_url or None,
+        kind="backport" if fix.kind == "backport" else "unofficial",
+    )

@@ -1,0 +1,340 @@
+"""A wheel that is read where it lies: checked in its structure, its members inflated on demand."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import re
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
+
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+from scripts.project import OVERLAY
+from scripts.system.errors import (
+    AlreadyPatchedError,
+    BrokenWheelError,
+    UsageError,
+    WrongReleaseError,
+)
+from scripts.wheel.names import WheelName, is_patched, metadata_header
+from scripts.wheel.zip import (
+    LOCAL_HEADER,
+    LONGEST_DESCRIPTOR,
+    Member,
+    descriptor_size,
+    local_agrees,
+    local_size,
+)
+
+CHUNK = 1 << 20  # bytes held at a time while a wheel is copied or compared
+
+# They sign a RECORD and hence cannot stand in it.
+SIGNATURES = ("RECORD.jws", "RECORD.p7s")
+
+_DIST_INFO = re.compile(r"(?P<folder>(?P<name>[^/]+)-(?P<version>[^/-]+)\.dist-info)/")
+_ENCRYPTED = 0x1  # flag bit
+_DRIVE = re.compile(r"[A-Za-z]:")
+# What zipfile and its decompressors raise on bytes that are no sound zip file.
+_ZIP_FAULTS = (
+    BadZipFile,
+    EOFError,
+    NotImplementedError,
+    OverflowError,
+    RuntimeError,
+    ValueError,
+    struct.error,
+    zlib.error,
+)
+
+
+class RecordRow(NamedTuple):
+    """What RECORD says of one file: `sha256=<base64>` and its size, both as text."""
+
+    hash: str
+    size: str
+
+
+class WheelReader:
+    """A wheel, opened and found sound in its structure. A context manager.
+
+    Attributes:
+        path: The file.
+        name: What it is called.
+        file_name: Its name, taken apart.
+        distribution: The name in METADATA.
+        version: The version in METADATA.
+        dist_info: Name of its metadata folder.
+        members: All members by path, folders (ending in `/`) included, in the order of the file.
+        records: The rows of RECORD by path, in its order.
+        comment: The comment of the zip file.
+    """
+
+    path: Path
+    name: str
+    file_name: WheelName
+    distribution: str
+    version: Version
+    dist_info: str
+    members: Mapping[str, Member]
+    records: Mapping[str, RecordRow]
+    comment: bytes
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        """Open the wheel at `path` and check what can be checked without inflating it.
+
+        Args:
+            path: The file.
+            name: What it will be called, where `path` is not its name yet.
+
+        Raises:
+            BrokenWheelError: It is no zip file, is cut off, or breaks the wheel format.
+            UsageError: The file cannot be opened.
+        """
+        self.path = path
+        self.name = name or path.name
+        self.file_name = WheelName.parse(self.name)
+        try:
+            self._file: BinaryIO = path.open("rb")
+        except OSError as error:
+            raise UsageError(
+                f"cannot read {path}: {error.strerror}",
+                expected="a wheel",
+                next_step="name a file that exists and that you may read",
+            ) from error
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> WheelReader:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Paths of all files inside, in the order in which they lie in the wheel."""
+        return tuple(name for name in self.members if not name.endswith("/"))
+
+    def read(self, name: str) -> bytes:
+        """Return the content of one member.
+
+        Raises:
+            BrokenWheelError: There is no such member, or its content does not have its CRC.
+        """
+        return b"".join(self.pieces(name))
+
+    def pieces(self, name: str) -> Iterator[bytes]:
+        """Yield the content of one member, at most 1 MiB at a time; the CRC is checked last.
+
+        Raises:
+            BrokenWheelError: There is no such member, or its content does not have its CRC.
+        """
+        if name not in self.members:
+            raise self._broken(f"has no {name}", "that file")
+        try:
+            with self._zip.open(self.members[name].info) as file:
+                while piece := file.read(CHUNK):
+                    yield piece
+        except _ZIP_FAULTS as error:
+            raise self._broken(
+                f"holds a {name} that cannot be read: {error}", "content with its CRC"
+            ) from error
+
+    def chunks(self, start: int, end: int) -> Iterator[memoryview]:
+        """Yield the raw bytes of the file from `start` to `end`, at most 1 MiB at a time.
+
+        Each piece is valid until the next one is asked for.
+        """
+        buffer = memoryview(bytearray(min(CHUNK, end - start)))
+        while start < end:
+            # By position: zipfile has its own opinion about where this file's cursor is.
+            count = os.preadv(self._file.fileno(), [buffer[: end - start]], start)
+            if not count:
+                raise self._broken("became shorter while it was read", "a file that stays")
+            yield buffer[:count]
+            start += count
+
+    def raw(self, start: int, end: int) -> bytes:
+        """Return the raw bytes of the file from `start` to `end`, or to where it ends."""
+        return os.pread(self._file.fileno(), end - start, start)
+
+    def require_stock(self, release: str) -> None:
+        """Make sure that this is an unpatched build of `release`, with any local version.
+
+        Raises:
+            AlreadyPatchedError: It carries kvfix.
+            WrongReleaseError: It is another release.
+        """
+        overlay = next((n for n in self.names if n.startswith(f"{OVERLAY.name}/")), None)
+        if is_patched(self.version) or overlay:
+            raise AlreadyPatchedError(
+                f"{self.name} is patched already: "
+                + (f"it holds {overlay}" if overlay else f"its version is {self.version}"),
+                expected=f"a stock build of {release}",
+                next_step="give the wheel that this one was made from",
+            )
+        if Version(self.version.public) != Version(release):
+            raise WrongReleaseError(
+                f"{self.name} is release {self.version.public}",
+                expected=f"a build of {release}",
+                next_step=f"name its own release: nox -s apply -- {self.version.public}",
+            )
+
+    def _open(self) -> None:
+        try:
+            self._zip = ZipFile(self._file)
+        except (*_ZIP_FAULTS, OSError) as error:
+            raise self._broken(
+                f"is no zip file, or is cut off: {error}", "a whole wheel"
+            ) from error
+        self.comment = self._zip.comment
+        self.members = self._locate(self._zip.infolist())
+        self.dist_info = self._find_dist_info()
+        for name in ("METADATA", "WHEEL", "RECORD"):
+            if f"{self.dist_info}/{name}" not in self.members:
+                raise self._broken(f"has no {name} in {self.dist_info}", "METADATA, WHEEL, RECORD")
+        self._read_identity()
+        self.records = self._read_record()
+
+    def _locate(self, infos: list[ZipInfo]) -> dict[str, Member]:
+        """Find the bytes of every member. They must fill the file up to its directory.
+
+        Bytes that belong to no member are what a streaming installer would see and nobody else.
+        """
+        members: dict[str, Member] = {}
+        end = 0
+        for info in sorted(infos, key=lambda info: info.header_offset):
+            fault = _fault(info)
+            if fault:
+                raise self._broken(f"has a member {info.orig_filename!r}: {fault}", "plain members")
+            name = info.filename
+            if name in members:
+                raise self._broken(f"has {name} twice", "each member once")
+            if info.header_offset != end:
+                raise self._broken(
+                    f"has {name} at byte {info.header_offset} and a gap or overlap from {end}",
+                    "members that follow one another",
+                )
+            members[name] = self._member(info)
+            end = members[name].end
+        if end != self._zip.start_dir:
+            raise self._broken(
+                f"has {self._zip.start_dir - end} stray bytes", "nothing but members"
+            )
+        return members
+
+    def _member(self, info: ZipInfo) -> Member:
+        start, limit = info.header_offset, self._zip.start_dir
+        header = b""
+        if start + LOCAL_HEADER.size <= limit:
+            header = self.raw(start, start + LOCAL_HEADER.size)
+            data = start + local_size(header)
+            header = self.raw(start, min(data, limit))
+        if not header or data + info.compress_size > limit or not local_agrees(header, info):
+            raise self._broken(
+                f"has no member {info.filename} where its directory says",
+                "local headers that say what the directory says",
+            )
+        data_end = data + info.compress_size
+        size = descriptor_size(info, self.raw(data_end, min(data_end + LONGEST_DESCRIPTOR, limit)))
+        if size is None:
+            raise self._broken(f"has no data descriptor behind {info.filename}", "one")
+        return Member(info, start, data, data_end + size)
+
+    def _find_dist_info(self) -> str:
+        found = {match["folder"]: match for n in self.members if (match := _DIST_INFO.match(n))}
+        if len(found) != 1:
+            listed = ", ".join(sorted(found)) or "none"
+            raise self._broken(f"has {len(found)} dist-info folders ({listed})", "exactly one")
+        ((folder, match),) = found.items()
+        self._require_identity(f"folder {folder}", match["name"], match["version"])
+        return folder
+
+    def _read_identity(self) -> None:
+        metadata = self.read(f"{self.dist_info}/METADATA")
+        self.distribution = metadata_header(metadata, "Name")
+        stated = metadata_header(metadata, "Version")
+        self.version = self._require_identity("METADATA", self.distribution, stated)
+
+    def _require_identity(self, where: str, name: str, version: str) -> Version:
+        try:
+            read = Version(version)
+        except InvalidVersion:
+            read = None
+        expected = (self.file_name.distribution, self.file_name.version)
+        if read is None or (canonicalize_name(name), read) != expected:
+            raise self._broken(
+                f"says {name} {version} in its {where}", f"{expected[0]} {expected[1]}, as its name"
+            )
+        return read
+
+    def _read_record(self) -> dict[str, RecordRow]:
+        path = f"{self.dist_info}/RECORD"
+        unhashed = {path, *(f"{self.dist_info}/{name}" for name in SIGNATURES)}
+        rows: dict[str, RecordRow] = {}
+        try:
+            text = self.read(path).decode("utf-8")
+            for row in csv.reader(io.StringIO(text, newline=""), strict=True):
+                name, digest, size = row
+                if name in rows:
+                    raise self._broken(f"lists {name} twice in RECORD", "each file once")
+                if name not in unhashed and not (digest and size.isdecimal()):
+                    raise self._broken(f"lists {name} in RECORD without hash or size", "both")
+                rows[name] = RecordRow(digest, size)
+        except (ValueError, csv.Error) as error:
+            raise self._broken(
+                f"has a RECORD that cannot be read: {error}", "path,hash,size"
+            ) from error
+        listed, present = rows.keys(), set(self.names)
+        missing = sorted((listed - present) | (present - listed - unhashed) | ({path} - listed))
+        if missing:
+            raise self._broken(
+                f"and its RECORD do not agree on {len(missing)} files, such as {missing[0]}",
+                "a RECORD that lists every file, and no other",
+            )
+        return rows
+
+    def _broken(self, what: str, expected: str) -> BrokenWheelError:
+        return BrokenWheelError(
+            f"{self.name} {what}",
+            expected=expected,
+            next_step="fetch or build the wheel again",
+        )
+
+
+def _fault(info: ZipInfo) -> str | None:
+    name = info.orig_filename
+    if name != info.filename:  # cut at a NUL, or named otherwise in an extra field
+        return "two names in one"
+    if name.startswith("/") or _DRIVE.match(name):
+        return "an absolute path"
+    if "\\" in name:
+        return "a backslash"
+    parts = name.removesuffix("/").split("/")
+    if ".." in parts:
+        return "leads out of the folder"
+    if "" in parts or "." in parts:
+        return "an empty part"
+    if info.flag_bits & _ENCRYPTED or info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
+        return "neither stored nor deflated, or encrypted"
+    return None

@@ -1,0 +1,232 @@
+"""What becomes of a patch on a release whose text is another one."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from scripts.carry.merge import Carried, How, Source, Status, carry
+from scripts.carry.moved import definition_at, definitions, where_it_went
+from scripts.patchset.patch import Patch, read_patch
+from scripts.system.git import Repository
+from tests.scripts.repos import MESSAGE, commit, git, mbox
+
+PATH = "vllm/a/worker.py"
+BASE = textwrap.dedent(
+    '''\
+    """Work."""
+    import os
+    import sys
+    from vllm import one
+    from vllm import two
+    from vllm import three
+
+
+    class Worker:
+        def first(self):
+            step_one()
+            step_two()
+            step_three()
+            step_four()
+
+        def second(self):
+            begin()
+            go_on()
+            halt()
+            end()
+
+        def third(self):
+            begin()
+            other()
+            halt()
+            end()
+    '''
+)
+FIXED = BASE.replace(
+    "from vllm import two\n", "from vllm import two\nfrom ours import hook\n"
+).replace("        go_on()\n", "        hook(self)\n")
+
+
+def a_patch(folder: Path, before: str = BASE, after: str = FIXED) -> Patch:
+    commit(folder, {PATH: before}, "before")
+    commit(folder, {PATH: after}, MESSAGE)
+    path = folder / "1-a-name.patch"
+    path.write_text(mbox(folder))
+    return read_patch(path)
+
+
+def carried(
+    folder: Path, ours: Mapping[str, str], *, before: str = BASE, after: str = FIXED
+) -> Carried:
+    """Carry the patch from `before` to `after` to a release with the files `ours`."""
+    patch = a_patch(folder / "source", before, after)
+    target = folder / "target"
+    commit(target, ours, "the release")
+    git(target, "tag", "v2")
+    return carry(patch, {PATH: before}.__getitem__, ours.get, Repository(target), "v2")
+
+
+def swapped(text: str, *pairs: tuple[str, str]) -> str:
+    for old, new in pairs:
+        assert text.count(old) == 1, old
+        text = text.replace(old, new)
+    return text
+
+
+def test_what_is_the_same_is_carried_as_it_is(tmp_path: Path) -> None:
+    one = carried(tmp_path, {PATH: BASE})
+    assert one.status is Status.CARRIED
+    assert one.texts == {PATH: FIXED}
+    assert [(h.number, h.how, h.definition) for h in one.hunks] == [
+        (1, How.EXACT, ""),
+        (2, How.EXACT, "Worker.second"),
+    ]
+
+
+def test_what_has_moved_is_carried_with_its_offset(tmp_path: Path) -> None:
+    more = swapped(BASE, ("class Worker:\n", "A = 1\nB = 2\n\n\nclass Worker:\n"))
+    one = carried(tmp_path, {PATH: more})
+    assert one.status is Status.OFFSETS
+    assert [(h.how, h.said) for h in one.hunks] == [(How.EXACT, ""), (How.MOVED, "+4 lines")]
+    assert one.texts[PATH] == swapped(
+        FIXED, ("class Worker:\n", "A = 1\nB = 2\n\n\nclass Worker:\n")
+    )
+
+
+def test_what_has_other_surroundings_is_merged(tmp_path: Path) -> None:
+    change = ("    def second(self):\n", "    def second(self, more):\n")
+    one = carried(tmp_path, {PATH: swapped(BASE, change)})
+    assert one.status is Status.MERGED
+    assert one.texts[PATH] == swapped(FIXED, change)
+
+
+def test_an_import_goes_beside_what_it_stood_by(tmp_path: Path) -> None:
+    around = ("from vllm import three\n", "from vllm import 三\nfrom vllm import four\n")
+    near = ("from vllm import two\n", "from vllm import two\nfrom vllm import two_more\n")
+    one = carried(tmp_path, {PATH: swapped(BASE, around, near)})
+    assert one.status is Status.MERGED
+    assert (
+        "from vllm import two\nfrom ours import hook\nfrom vllm import two_more\n"
+        in one.texts[PATH]
+    )
+
+
+def test_an_import_does_not_go_between_parentheses(tmp_path: Path) -> None:
+    other = swapped(BASE, ("from vllm import two\n", "from vllm import (\n    two,\n"))
+    other = swapped(other, ("from vllm import three\n", "    three,\n)\n"))
+    one = carried(tmp_path, {PATH: other})
+    assert "from vllm import one\nfrom ours import hook\nfrom vllm import (\n" in one.texts[PATH]
+
+
+def test_what_collides_has_markers_and_says_what_is_there(tmp_path: Path) -> None:
+    one = carried(tmp_path, {PATH: swapped(BASE, ("        go_on()\n", "        go_further()\n"))})
+    assert one.status is Status.CONFLICT
+    assert [hunk.how for hunk in one.hunks] == [How.EXACT, How.CONFLICT]
+    assert one.hunks[1].said.endswith(":\n        go_further()")
+    text = one.texts[PATH]
+    assert "<<<<<<< vLLM 2\n        go_further()\n|||||||" in text
+    assert "from ours import hook" in text
+
+
+def test_what_is_there_already_is_a_hint_and_no_more(tmp_path: Path) -> None:
+    assert carried(tmp_path / "all", {PATH: FIXED}).status is Status.HINT
+    part = swapped(BASE, ("        go_on()\n", "        hook(self)\n"))
+    one = carried(tmp_path / "part", {PATH: part})
+    assert one.status is Status.PARTLY
+    assert [hunk.how for hunk in one.hunks] == [How.EXACT, How.THERE]
+    assert one.texts[PATH] == FIXED
+
+
+def test_a_twin_at_the_stated_line_is_not_taken_for_the_place(tmp_path: Path) -> None:
+    """The text stands where the patch says, and yet that is another function now."""
+    calls = "".join(f"        {call}()\n" for call in ("a", "b", "c", "go_on", "d", "e", "f"))
+    first = f"    def second(self):\n{calls}"
+    before = f"class Worker:\n{first}\n    x = 1\n"
+    after = before.replace("        go_on()\n", "        hook(self)\n")
+    twin = first.replace("second", "twin")
+    ours = f"class Worker:\n{twin}\n{first}\n    x = 1\n"
+    one = carried(tmp_path, {PATH: ours}, before=before, after=after)
+    # Merging sees that a function was put above it, or cannot tell; the twin is never changed.
+    assert one.texts[PATH].index("hook(self)") > one.texts[PATH].index("def second")
+    assert one.status is not Status.CARRIED
+
+
+def test_a_definition_that_is_gone_is_found_by_its_name(tmp_path: Path) -> None:
+    method = BASE[BASE.index("    def second") : BASE.index("    def third")]
+    rest = BASE.replace(method, "")
+    there = f"class Base:\n{method}".rstrip("\n") + "\n"
+    one = carried(tmp_path, {PATH: rest, "vllm/b/base.py": there})
+    assert one.status is Status.GONE
+    place = one.hunks[1].went[0]
+    assert (place.path, place.name, place.share) == ("vllm/b/base.py", "Base.second", 1.0)
+    assert "proposed in vllm/b/base.py" in one.hunks[1].said
+    assert one.texts["vllm/b/base.py"] == there.replace("go_on()", "hook(self)")
+
+
+def test_a_file_that_is_gone_is_found_by_its_lines(tmp_path: Path) -> None:
+    one = carried(tmp_path, {"vllm/core.py": BASE, "vllm/other.py": "x = 1\n"})
+    assert one.status is Status.GONE
+    assert [hunk.went[0].path for hunk in one.hunks] == ["vllm/core.py"] * 2
+    assert one.texts == {"vllm/core.py": FIXED}
+
+
+def test_what_is_nowhere_is_not_proposed(tmp_path: Path) -> None:
+    one = carried(tmp_path, {"vllm/other.py": "x = 1\n"})
+    assert one.status is Status.GONE
+    assert [hunk.went for hunk in one.hunks] == [(), ()]
+    assert one.texts == {}
+
+
+def test_likeness_alone_is_named_and_not_changed(tmp_path: Path) -> None:
+    renamed = BASE.replace("def second", "def renamed").replace("go_on()", "go_on()  # here")
+    one = carried(tmp_path, {PATH: renamed})
+    hunk = one.hunks[1]
+    assert (hunk.how, [place.name for place in hunk.went][:1]) == (How.GONE, ["Worker.renamed"])
+    assert "proposed" not in hunk.said
+
+
+def test_a_fix_is_merged_without_those_that_were_left_out(tmp_path: Path) -> None:
+    first = a_patch(tmp_path / "first", BASE, FIXED)
+    both = FIXED.replace(
+        "from ours import hook\n", "from ours import hook\nfrom ours import more\n"
+    )
+    second = a_patch(
+        tmp_path / "second", FIXED, both.replace("        other()\n", "        more()\n")
+    )
+    source = Source({PATH: BASE}.__getitem__)
+    assert source.before(first)(PATH) == BASE
+    source.add(first, carried=False)
+    # It needs the first one's import beside its own, so it is taken with it.
+    assert source.before(second)(PATH) == FIXED
+    alone = a_patch(
+        tmp_path / "alone", FIXED, FIXED.replace("        other()\n", "        more()\n")
+    )
+    assert source.before(alone)(PATH) == BASE
+
+
+@pytest.mark.parametrize(
+    ("line", "name"),
+    [(1, None), (9, "Worker"), (10, "Worker.first"), (18, "Worker.second"), (99, None)],
+)
+def test_the_definition_around_a_line(line: int, name: str | None) -> None:
+    found = definition_at(BASE, line)
+    assert (found and found.name) == name
+
+
+def test_decorators_belong_to_a_definition_and_nonsense_has_none() -> None:
+    (one,) = definitions("x = 1\n\n@first\n@second(\n  2)\nasync def f():\n    pass\n")
+    assert (one.name, one.first, one.last) == ("f", 3, 7)
+    assert definitions("<<<<<<< no Python\n") == ()
+
+
+def test_a_name_that_is_everywhere_leads_nowhere(tmp_path: Path) -> None:
+    files = {f"vllm/far/m{n}.py": f"def f():\n    return {n}\n" for n in range(30)}
+    commit(tmp_path, files, "many")
+    git(tmp_path, "tag", "v2")
+    text = "def f():\n    a()\n    b()\n"
+    (definition,) = definitions(text)
+    found = where_it_went(text, definition, "vllm/deep/er/x.py", Repository(tmp_path), "v2")
+    assert [place for place in found if place.share > 0.4] == []

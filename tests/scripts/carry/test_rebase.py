@@ -1,0 +1,300 @@
+"""`nox -s rebase` from end to end: real repositories, real conflicts, real tests, real kills."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scripts.patchset.patch import read_patch
+from scripts.patchset.registry import Unpatched
+from scripts.project import read_toml
+from scripts.upstream.lock import load_lock
+from tests.scripts import toys
+from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
+from tests.scripts.checkouts import Checkout, registry_text
+from tests.scripts.repos import commit, git
+
+STAYS = {**toys.FILES, WORKER: '"""More."""\n' + toys.FILES[WORKER]}
+FIXED = {**toys.FILES, WORKER: toys.changed(WORKER, ("    return x + 2\n", "    return 1 + x\n"))}
+COLLIDES = {
+    **toys.FILES,
+    WORKER: toys.changed(WORKER, ("    return x + 9\n", "    return 9 + x\n")),
+}
+
+# Lint and the regression tests run for each release that lands, 10 s of one core.
+pytestmark = pytest.mark.timeout(1200)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
+    return carrying(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def checkout(made: Checkout, tmp_path: Path) -> Checkout:
+    return copied(made, tmp_path)
+
+
+def rebase(checkout: Checkout, *words: str, code: int = 0) -> str:
+    """Run `rebase`, expect an exit code, and return all that it says."""
+    result = checkout.run("rebase", *words, timeout=600)
+    assert "Traceback" not in result.stderr, result.stderr
+    assert result.returncode == code, result.stdout + result.stderr
+    if code:
+        assert "next: " in result.stderr
+    return result.stdout + result.stderr
+
+
+def contents(checkout: Checkout) -> dict[str, bytes]:
+    """Return everything that a landing could change; what tests have shown stays on record."""
+    names = ("patches", "docs", "reports", "README.md", "pyproject.toml")
+    paths = [p for n in names for p in (checkout.folder / n, *(checkout.folder / n).rglob("*"))]
+    return {
+        str(path.relative_to(checkout.folder)): path.read_bytes()
+        for path in paths
+        if path.is_file() and path.parent.name != "proofs"
+    }
+
+
+def worktree(checkout: Checkout) -> Path:
+    return checkout.folder / ".work" / "rebase" / "tree"
+
+
+def series(checkout: Checkout, line: str) -> list[str]:
+    return (checkout.patches / line / "series").read_text().split()
+
+
+def report(checkout: Checkout, name: str) -> dict[str, str]:
+    path = checkout.folder / "reports" / f"rebase-{name}.json"
+    return {row["fix"]: row["status"] for row in json.loads(path.read_text())["fixes"]}
+
+
+def releases(checkout: Checkout) -> list[str]:
+    found: list[str] = read_toml(checkout.folder / "pyproject.toml")["tool"]["kvfix"]["releases"]
+    return found
+
+
+def resolve(checkout: Checkout) -> None:
+    """Do what a person does about the conflict in `COLLIDES`."""
+    path = worktree(checkout) / WORKER
+    head, _, rest = path.read_text().partition("<<<<<<< ")
+    path.write_text(
+        head + "    return work1(x)\n" + rest.partition(">>>>>>> ")[2].partition("\n")[2]
+    )
+
+
+def test_a_release_on_which_all_applies_joins_the_line(checkout: Checkout) -> None:
+    release(checkout, "0.20.3", STAYS)
+    said = rebase(checkout, "0.20.3")
+    assert "proven and in place: 2 fixes carried by the tool" in said
+    assert report(checkout, "0.20.3") == {"1": "carried with offsets", "2": "carried with offsets"}
+    assert load_lock(checkout.patches / "upstream.lock")["0.20.3"].line == "v0.20"
+    assert releases(checkout) == ["0.20.2", "0.20.3"]
+    assert not (checkout.folder / ".work" / "rebase").exists()
+    # Exported from the line's newest release, and still the same patch for the older one.
+    (hunk,) = read_patch(checkout.patches / "v0.20" / "2-a-name.patch").files[WORKER]
+    assert hunk.old[-4].startswith("    return x + 9")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    assert "vllm-0.20.2" not in said
+
+
+def test_what_upstream_has_by_proof_is_left_behind(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", FIXED)
+    said = rebase(checkout, "0.21.0")
+    assert report(checkout, "0.21.0") == {"1": "already upstream", "2": "carried"}
+    assert series(checkout, "v0.21") == ["2-a-name.patch"]
+    assert series(checkout, "v0.20") == ["1-a-name.patch", "2-a-name.patch"]
+    fixes = {fix["id"]: fix for fix in read_toml(checkout.patches / "fixes.toml")["fix"]}
+    assert (fixes["1"]["applies-to"], fixes["1"]["fixed-in"]) == (">=0.20.0,<0.21.0", "0.21.0")
+    assert (fixes["2"]["applies-to"], fixes["2"]["fixed-in"]) == (">=0.20.0", "")
+    proof = json.loads((checkout.folder / "reports" / "regressions-0.21.0.json").read_text())
+    assert proof["fixes"]["1"]["affected"] is False
+    assert "| 0.20.2 | 0.21.0 |" in (checkout.folder / "README.md").read_text()
+    assert "1 upstream" in said
+
+
+def test_a_conflict_is_shown_resolved_and_proven(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    before = contents(checkout)
+    said = rebase(checkout, "0.21.0", code=31)
+    assert "fix 2 on vLLM 0.21.0: conflict" in said
+    for word in ("work9", "return 9 + x", "--continue", "--skip", "--abort"):
+        assert word in said
+    text = (worktree(checkout) / WORKER).read_text()
+    assert "<<<<<<< vLLM 0.21.0\n    return 9 + x\n|||||||" in text
+    assert "=======\n    return work1(x)\n>>>>>>> 2-a-name.patch\n" in text
+    assert "return work1(x)" in git(worktree(checkout), "show", "fix/2")
+    assert contents(checkout) == before
+
+    assert "has a marker" in rebase(checkout, "--continue", code=2)
+    path = worktree(checkout) / WORKER
+    path.write_text("def broken(:\n")
+    assert "no Python" in rebase(checkout, "--continue", code=2)
+    git(worktree(checkout), "checkout", "HEAD", "--", WORKER)
+    assert "would be empty" in rebase(checkout, "--continue", code=2)
+    assert "not finished" in rebase(checkout, "0.21.0", code=2)
+    assert contents(checkout) == before
+
+    path.write_text(
+        toys.changed(
+            WORKER,
+            ("    return x + 2\n", "    return work1(x)\n"),
+            ("    return x + 9\n", "    return work1(x)\n"),
+        )
+    )
+    assert "1 by hand" in rebase(checkout, "--continue")
+    assert report(checkout, "0.21.0") == {"1": "carried", "2": "carried by hand"}
+    (hunk,) = read_patch(checkout.patches / "v0.21" / "2-a-name.patch").files[WORKER]
+    assert "    return 9 + x\n" in hunk.old
+
+
+def test_what_is_not_proven_does_not_land(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    before = contents(checkout)
+    rebase(checkout, "0.21.0", code=31)
+    path = worktree(checkout) / WORKER
+    resolve(checkout)
+    change(path, "def work9(x):\n    return work1(x)\n", "def work9(x):\n    return work3(x)\n")
+    said = rebase(checkout, "--continue", code=30)
+    assert "test_2.py::test failed, expected passed" in said
+    assert "nothing was changed" in said
+    assert contents(checkout) == before
+    # The person amends the commit, as the message says, and goes on.
+    change(path, "def work9(x):\n    return work3(x)\n", "def work9(x):\n    return work1(x)\n")
+    git(worktree(checkout), "commit", "--quiet", "--all", "--amend", "--no-edit")
+    assert "1 by hand" in rebase(checkout, "--continue")
+    assert series(checkout, "v0.21") == ["1-a-name.patch", "2-a-name.patch"]
+
+
+def test_a_fix_that_is_left_out_while_it_is_open_does_not_land(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    before = contents(checkout)
+    rebase(checkout, "0.21.0", code=31)
+    said = rebase(checkout, "--skip", code=30)
+    assert "v0.21: fix 2 applies to 0.21.0 and has no patch" in said
+    assert contents(checkout) == before
+    assert "none to leave out" in rebase(checkout, "--skip", code=2)
+    rebase(checkout, "--abort")
+    assert contents(checkout) == before
+    assert not (checkout.folder / ".work" / "rebase").exists()
+    assert "no rebase to go on with" in rebase(checkout, "--continue", code=2)
+
+
+def test_a_fix_that_is_left_out_on_purpose_lands(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    rebase(checkout, "0.21.0", code=31)
+    rebase(checkout, "--skip", code=30)
+    why = Unpatched("==0.21.0", "nobody runs it")
+    fixes = REGISTRY.fixes | {"2": replace(REGISTRY.fixes["2"], unpatched=(why,))}
+    registry = toys.registry(*fixes.values())
+    (checkout.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    assert "1 left out" in rebase(checkout, "--continue")
+    assert series(checkout, "v0.21") == ["1-a-name.patch"]
+    assert releases(checkout) == ["0.20.2", "0.21.0"]
+
+
+def test_a_defect_that_the_line_has_no_patch_for_is_named(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", STAYS)
+    new = toys.registry(*REGISTRY.fixes.values(), toys.fix("3", applies_to=">=0.21.0"))
+    (checkout.patches / "fixes.toml").write_text(registry_text(new), encoding="utf-8")
+    path = checkout.folder / "tests/regressions/test_1.py"
+    path.with_name("test_3.py").write_text(path.read_text().replace("work2", "work4"))
+    change(checkout.folder / "CHANGELOG.md", "- 2: that", "- 2: that\n- 3: more")
+    assert checkout.run("edit", "--restamp").returncode == 0
+    said = rebase(checkout, "0.21.0", code=30)
+    assert "no patch to carry" in said
+    assert "fix 3 applies to 0.21.0 and has no patch" in said
+    assert releases(checkout) == ["0.20.2"]
+
+
+def test_a_file_that_is_gone_is_said_to_be_and_where_it_went(checkout: Checkout) -> None:
+    files = {**toys.FILES, "vllm/core/worker.py": toys.FILES[WORKER]}
+    del files[WORKER]
+    files["vllm/core/__init__.py"] = ""
+    release(checkout, "0.21.0", files)
+    said = rebase(checkout, "0.21.0", "--dry-run")
+    assert said.count("target gone") == 2
+    change(checkout.folder / "tests/regressions/test_1.py", "vllm.worker", "vllm.core.worker")
+    change(checkout.folder / "tests/regressions/test_2.py", "vllm.worker", "vllm.core.worker")
+    said = "".join(rebase(checkout, "0.21.0", code=31).replace("│", "").split())
+    assert "fix1onvLLM0.21.0:targetgone" in said
+    assert "thereisnovllm/worker.py" in said
+    assert "vllm/core/worker.py,work2(100%ofitslines)" in said
+
+
+def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    before = contents(checkout)
+    said = rebase(checkout, "0.21.0", "--dry-run")
+    assert "conflict" in said
+    assert contents(checkout) == before
+    assert not (checkout.folder / ".work" / "rebase").exists()
+
+
+@pytest.mark.parametrize(
+    ("tool", "after"),
+    [
+        ("carry/rebase", "            _commit(repository, fix.id, texts)\n"),
+        ("carry/rebase", "        state.results.append(result)\n        state.save()\n"),
+        ("carry/landing", '    _run("lint")\n'),
+        ("carry/landing", "        replace_text(ROOT / name, _read(path))\n"),
+        ("carry/landing", "            part.rename(target)\n"),
+    ],
+)
+def test_a_kill_at_any_step_loses_nothing(checkout: Checkout, tool: str, after: str) -> None:
+    release(checkout, "0.21.0", FIXED)
+    path = checkout.folder / "scripts" / f"{tool}.py"
+    whole = path.read_text()
+    indent = after[: len(after) - len(after.lstrip())]
+    change(path, after, f"{after}{indent}__import__('os').kill(__import__('os').getpid(), 9)\n")
+    before = contents(checkout)
+    assert checkout.run("rebase", "0.21.0", timeout=600).returncode == -9
+    if "ROOT" not in after and "rename" not in after:
+        assert contents(checkout) == before
+    path.write_text(whole)
+    assert "proven and in place" in rebase(checkout, "--continue")
+    assert series(checkout, "v0.21") == ["2-a-name.patch"]
+    assert report(checkout, "0.21.0") == {"1": "already upstream", "2": "carried"}
+    assert releases(checkout) == ["0.20.2", "0.21.0"]
+
+
+def test_a_clone_with_branches_and_merges_gives_the_same_patches(
+    checkout: Checkout, tmp_path: Path
+) -> None:
+    release(checkout, "0.21.0", COLLIDES)
+    clone = tmp_path / "vllm"
+    commit(clone, toys.FILES, "all")
+    git(clone, "switch", "--quiet", "--create", "releases/v0.20")
+    commit(clone, {"NEWS": "of the release\n"}, "Prepare the release")
+    git(clone, "tag", "v0.20.2")
+    git(clone, "switch", "--quiet", "main")
+    git(clone, "switch", "--quiet", "--create", "topic")
+    commit(clone, {WORKER: COLLIDES[WORKER]}, "[Bugfix] Work nine (#2)")
+    git(clone, "switch", "--quiet", "main")
+    commit(clone, {"NEWS": "of the branch\n"}, "News (#23)")
+    git(clone, "merge", "--quiet", "--no-ff", "-m", "Merge", "topic")
+    git(clone, "tag", "--annotate", "-m", "a release", "v0.21.0")
+    commit(clone, {WORKER: "later\n"}, "Later (#1)")
+    said = rebase(checkout, "0.21.0", "--upstream", str(clone), "--dry-run")
+    assert "Work nine (#2)" in said
+    assert "News" not in said
+    assert "Later" not in said
+    rebase(checkout, "0.21.0", "--upstream", str(clone), code=31)
+    resolve(checkout)
+    rebase(checkout, "--continue")
+    from_clone = contents(checkout)
+
+    other = Checkout(tmp_path / "again", checkout.cache)
+    shutil.copytree(checkout.folder, other.folder, symlinks=True)
+    shutil.rmtree(other.patches / "v0.21")
+    change(other.folder / "pyproject.toml", ', "0.21.0"', "")
+    rebase(other, "0.21.0", code=31)
+    resolve(other)
+    rebase(other, "--continue")
+    patches = {n: data for n, data in contents(other).items() if n.startswith("patches/")}
+    assert patches == {n: data for n, data in from_clone.items() if n.startswith("patches/")}

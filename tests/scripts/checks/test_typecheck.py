@@ -1,0 +1,122 @@
+"""mypy on the patched tree of a small release: it speaks of hooks and overlay, of nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scripts.checks import typecheck as module
+from scripts.checks.typecheck import typecheck
+from tests.scripts.repos import write
+
+WORKER = "vllm/worker.py"
+OVERLAY = "vllm_overlay/worker.py"
+STOCK = """\
+import torch_of_nobody
+from vllm.state import State
+
+
+class Worker:
+    def __init__(self, state: State) -> None:
+        self.state = state
+
+    def read(self, req_id: str) -> int:
+        return self.wrong  # of upstream's own, and not our business
+
+
+def untyped(worker):
+    return worker.read("a")
+"""
+STATE = "class State:\n    blocks: dict[str, int]\n"
+HOOKED = STOCK.replace("from vllm.state", "from vllm_overlay.worker import count\nfrom vllm.state")
+HOOKED = HOOKED.replace(
+    '    return worker.read("a")', '    count(worker)\n    return worker.read("a")'
+)
+COUNT = """\
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vllm.worker import Worker
+
+
+def count(worker: Worker) -> int:
+    return len(worker.state.blocks)
+"""
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("typecheck")  # mypy's cache is shared
+
+
+@pytest.fixture
+def release(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a small release in place of all others."""
+    write(tmp_path, {"vllm/__init__.py": "", WORKER: STOCK, "vllm/state.py": STATE})
+    monkeypatch.setattr(module, "release_tree", lambda release: tmp_path)
+    monkeypatch.setattr(module, "read_source", lambda release, path: (tmp_path / path).read_text())
+    monkeypatch.setattr(module, "_WORK", work)
+    return tmp_path
+
+
+def faults(hooked: str = HOOKED, overlay: str = COUNT) -> list[str]:
+    files = {"vllm_overlay/__init__.py": b"", OVERLAY: overlay.encode()}
+    return typecheck("0.20.2", {WORKER: hooked}, files)
+
+
+def test_says_nothing_of_what_is_right_and_of_what_is_upstreams(release: Path) -> None:
+    assert faults() == []
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new", "said"),
+    [
+        ("vllm/state.py", "blocks:", "all_blocks:", f'{OVERLAY}:10: "State" has no attribute'),
+        ("vllm/worker.py", "class Worker:", "class Reader:", f"{OVERLAY}:6: "),
+    ],
+    ids=["attribute", "class"],
+)
+def test_names_what_has_moved_away_in_a_release(
+    release: Path, file: str, old: str, new: str, said: str
+) -> None:
+    path = release / file
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    found = faults(HOOKED.replace(old, new) if file == WORKER else HOOKED)
+    assert [fault for fault in found if fault.startswith(f"0.20.2: {said}")], found
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("import count", "import counted", "counted"),
+        ("from vllm_overlay.worker", "from vllm_overlay.gone", "vllm_overlay.gone"),
+        (
+            "from vllm_overlay.worker",
+            "from vllm.gone import x\nfrom vllm_overlay.worker",
+            "vllm.gone",
+        ),
+        ("    count(worker)", "    count(worker, 1)", "Too many arguments"),
+        ("    count(worker)", "    count(Worker.state)", "state"),
+        ("    count(worker)", "    count(wrker)", "wrker"),
+    ],
+)
+def test_names_a_hook_that_cannot_work(release: Path, old: str, new: str, said: str) -> None:
+    assert HOOKED.count(old) == 1
+    found = faults(HOOKED.replace(old, new))
+    assert any(said in fault for fault in found), found
+    assert all(fault.startswith(f"0.20.2: {WORKER}:") for fault in found)
+
+
+def test_names_a_module_of_vllm_that_is_gone_for_the_overlay(release: Path) -> None:
+    found = faults(overlay=COUNT.replace("vllm.worker", "vllm.gone"))
+    assert any(f"{OVERLAY}:6: " in fault and "vllm.gone" in fault for fault in found), found
+
+
+def test_is_no_success_where_mypy_does_not_run(release: Path) -> None:
+    found = faults(overlay="def broken(:\n")
+    assert found
+    assert OVERLAY in found[0]

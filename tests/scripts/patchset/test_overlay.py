@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scripts.patchset import overlay as overlay_module
+from scripts.patchset.overlay import (
+    build_record,
+    imported_by_hooks,
+    module_path,
+    overlay_files,
+    provenance,
+    stamp,
+    stamp_all,
+)
+from scripts.patchset.patch import Patch, apply_patches
+from scripts.patchset.series import load_series, releases_by_line
+from scripts.project import OVERLAY, ROOT
+from scripts.system.process import run
+from tests.scripts import toys
+from tests.scripts.repos import write
+
+CORE = [
+    "vllm_overlay/__init__.py",
+    "vllm_overlay/__main__.py",
+    "vllm_overlay/provenance/__init__.py",
+]
+
+
+def hook(tmp_path: Path, added: str) -> Patch:
+    """Return a patch that adds these lines to the worker."""
+    after = {toys.WORKER: toys.changed(toys.WORKER, ("import os\n", f"import os\n{added}"))}
+    return toys.patch(tmp_path, toys.fix("1"), after, toys.REGISTRY)
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put a small overlay in place of the repository's own."""
+    root = tmp_path / "root"
+    write(root, {
+        "vllm_overlay/__init__.py": "def fixes(): ...\n",
+        "vllm_overlay/__main__.py": "import vllm_overlay\n",
+        "vllm_overlay/provenance/__init__.py": "",
+        "vllm_overlay/a/__init__.py": "",
+        "vllm_overlay/a/one.py": "from vllm_overlay.a import two\nimport vllm.x\n",
+        "vllm_overlay/a/two.py": "def f():\n    import vllm_overlay.b.three as t\n    return t\n",
+        "vllm_overlay/a/unused.py": "",
+        "vllm_overlay/b/__init__.py": "",
+        "vllm_overlay/b/three.py": "from vllm_overlay.a.one import name\n",
+    })  # fmt: skip
+    monkeypatch.setattr(overlay_module, "ROOT", root)
+    monkeypatch.setattr(overlay_module, "OVERLAY", root / "vllm_overlay")
+    return root
+
+
+WHOLE = ["a/__init__.py", "a/one.py", "a/two.py", "b/__init__.py", "b/three.py"]
+
+
+class TestClosure:
+    @pytest.mark.parametrize(
+        ("added", "found"),
+        [
+            ("", []),
+            ("import json\nfrom os import path\n", []),
+            ("import vllm_overlay.a.one\n", WHOLE),
+            ("from vllm_overlay.a import one as o\n", WHOLE),
+            ("from vllm_overlay.a.one import name\n", WHOLE),
+            ("from vllm_overlay.a.one import (\n    name,\n    other,\n)\n", WHOLE),
+            ("from vllm_overlay.a.one import (  # noqa\n    name,  # (why)\n)\nimport re\n", WHOLE),
+            ("import json, vllm_overlay.a.unused\n", ["a/__init__.py", "a/unused.py"]),
+            ("    from vllm_overlay.a.unused import x\n", ["a/__init__.py", "a/unused.py"]),
+            (
+                "from vllm_overlay.a import \\\n    unused\nf(x, y\n",
+                ["a/__init__.py", "a/unused.py"],
+            ),
+        ],
+    )
+    def test_has_what_the_hooks_reach_and_no_more(
+        self, modules: Path, tmp_path: Path, added: str, found: list[str]
+    ) -> None:
+        files = overlay_files([hook(tmp_path, added)] if added else [])
+        assert sorted(files) == sorted([*CORE, *(f"vllm_overlay/{name}" for name in found)])
+        assert all(data == (modules / name).read_bytes() for name, data in files.items())
+
+    def test_finds_modules_and_packages(self, modules: Path) -> None:
+        assert module_path("vllm_overlay.a.one") == modules / "vllm_overlay/a/one.py"
+        assert module_path("vllm_overlay.a") == modules / "vllm_overlay/a/__init__.py"
+        assert module_path("vllm_overlay.a.one.name") is None
+        assert module_path("vllm.a") is None
+
+    @pytest.mark.parametrize("line", releases_by_line())
+    def test_of_this_repository_finds_each_import_of_its_hooks(self, line: str) -> None:
+        for patch in load_series(line).patches:
+            files = overlay_files([patch])
+            text = "".join("".join(h.added) for hunks in patch.files.values() for h in hunks)
+            named = [name for name in imported_by_hooks(patch) if name.startswith("vllm_overlay")]
+            assert bool(named) == ("vllm_overlay" in text)
+            for name in named:
+                parent = name.rpartition(".")[0]
+                assert module_path(name) or module_path(parent), name
+            for name, data in files.items():
+                assert data == (ROOT / name).read_bytes()
+                ast.parse(data)
+
+
+class TestStamp:
+    TEXT = "# SPDX\n# of the project\nimport os\n# x\n"
+
+    def test_stands_below_the_comments_at_the_top(self) -> None:
+        lines = stamp(self.TEXT, ["1", "K2"]).splitlines()
+        assert lines[:2] == ["# SPDX", "# of the project"]
+        assert lines[2] == "# Modified by vllm-kvfix (Apache-2.0, section 4(b)): 1, K2"
+        assert lines[3:] == ["import os", "# x"]
+
+    def test_of_a_file_names_the_fixes_that_change_it(self, tmp_path: Path) -> None:
+        series = toys.series(tmp_path)
+        texts, _ = apply_patches(series.patches, toys.FILES.__getitem__)
+        stamped = stamp_all(texts, series.patches)
+        assert stamped[toys.WORKER].splitlines()[2].endswith(": 1, 2")
+        assert stamped[toys.STATE].splitlines()[0].endswith(": 1")
+        assert stamped.keys() == {toys.WORKER, toys.STATE}
+
+    @given(
+        st.lists(
+            st.sampled_from(["# a\n", "#!/x\n", "x = 1\n", "\n", '"""d"""\n', "# \fb\n", "# c\r\n"])
+        ).map("".join),
+        st.sampled_from(["", "# no newline", "x = 1"]),
+    )
+    def test_is_there_once_and_can_be_taken_out_again(self, text: str, last: str) -> None:
+        once = stamp(text + last, ["1"])
+        assert stamp(once, ["1"]) == once
+        assert stamp(stamp(text + last, ["2", "3"]), ["1"]) == once
+        notice = "# Modified by vllm-kvfix (Apache-2.0, section 4(b)): 1\n"
+        assert once.count(notice) == 1
+        assert f"\n{notice}" in f"\n{once}"
+        assert once.replace(notice, "", 1) in (text + last, text + last + "\n")
+
+
+class TestProvenance:
+    def test_is_python_that_says_what_the_registry_says(self) -> None:
+        fix = toys.fix("K7", title="a 'quoted' → \"title\"\\", depends_on=("1",), kind="companion")
+        name, data = provenance(fix)
+        assert name == "vllm_overlay/provenance/fix_k7.py"
+        scope: dict[str, object] = {}
+        exec(compile(data, name, "exec"), scope)  # noqa: S102
+        assert scope["FIX"] == {
+            "id": "K7",
+            "title": fix.title,
+            "kind": "companion",
+            "upstream_pr": fix.upstream_pr,
+            "depends_on": ["1"],
+            "tests": list(fix.tests),
+        }
+
+    def test_of_a_build_keeps_what_it_is_given(self) -> None:
+        values = {"release": "0.20.2", "source": "a.whl"}
+        name, data = build_record(values)
+        scope: dict[str, object] = {}
+        exec(compile(data, name, "exec"), scope)  # noqa: S102
+        assert scope["BUILD"] == values
+
+    def test_lines_are_short_enough_to_read(self) -> None:
+        text = provenance(toys.fix("1", tests=tuple(f"tests/{n}.py" for n in range(20))))[1]
+        assert max(map(len, text.decode().splitlines())) <= 100
+
+
+class TestCommand:
+    """`python -m vllm_overlay` on what a wheel would hold."""
+
+    @pytest.fixture
+    def site(self, tmp_path: Path) -> Path:
+        series = toys.series(tmp_path)
+        files = overlay_files(series.patches)
+        files.update(map(provenance, toys.REGISTRY.fixes.values()))
+        site = tmp_path / "site"
+        write(site, files)
+        return site
+
+    @staticmethod
+    def said(site: Path, *words: str) -> str:
+        code = f"import sys, runpy; sys.path.insert(0, {str(site)!r}); "
+        code += "runpy.run_module('vllm_overlay', run_name='__main__', alter_sys=True)"
+        return run([sys.executable, "-I", "-c", code, *words]).stdout
+
+    def test_prints_a_table(self, site: Path) -> None:
+        write(site, dict([build_record({"release": "0.20.2", "patch_set": "0.1.0"})]))
+        assert self.said(site).splitlines() == [
+            "release: 0.20.2",
+            "patch_set: 0.1.0",
+            "fix  upstream             what is true with it",
+            "1    vllm-project/vllm#1  1 is right → for good",
+            "2    -                    2 is right → for good",
+        ]
+
+    def test_prints_json(self, site: Path) -> None:
+        document = json.loads(self.said(site, "--json"))
+        assert document["build"] == {}
+        assert [fix["id"] for fix in document["fixes"]] == ["1", "2"]
+        assert document["fixes"][1]["depends_on"] == ["1"]
+
+    def test_needs_nothing_of_vllm(self, site: Path) -> None:
+        assert not (site / "vllm").exists()
+        command = f"import sys; sys.path.insert(0, {str(site)!r}); import vllm_overlay as v; "
+        code = command + "print(len(v.fixes()), v.build(), 'vllm' in sys.modules)"
+        assert run([sys.executable, "-I", "-c", code]).stdout == "2 {} False\n"
+
+
+def test_every_module_of_the_overlay_can_be_found_by_its_name() -> None:
+    for path in OVERLAY.rglob("*.py"):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        assert module_path(name) == path

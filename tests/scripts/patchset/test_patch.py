@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from scripts.patchset.patch import Offset, Patch, apply_patches, read_patch
+from scripts.system.errors import PatchDoesNotApplyError, RegistryError
+from tests.scripts.repos import BARE, MESSAGE, commit, git, mbox, mbox_of
+
+PATH = "vllm/a.py"
+
+
+def numbered(*changes: tuple[int, str], count: int = 40) -> str:
+    """Return lines `line 1` to `line <count>`, some of them replaced."""
+    lines = {n: f"line {n}\n" for n in range(1, count + 1)}
+    lines.update((number, text) for number, text in changes)
+    return "".join(lines.values())
+
+
+def made(tmp_path: Path, before: str, after: str, *options: str) -> Patch:
+    """Return the patch that git makes of `before` and `after`."""
+    text = mbox_of(tmp_path / "made", {PATH: before}, {PATH: after}, *options)
+    path = tmp_path / "1-it.patch"
+    path.write_bytes(text.encode())
+    return read_patch(path)
+
+
+def applied(patch: Patch, text: str) -> str:
+    return apply_patches([patch], {PATH: text}.__getitem__)[0][PATH]
+
+
+def refusal(patch: Patch, text: str) -> PatchDoesNotApplyError:
+    with pytest.raises(PatchDoesNotApplyError) as caught:
+        applied(patch, text)
+    return caught.value
+
+
+class TestReading:
+    def test_gives_the_message_and_counts_the_hooks(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((5, "five\n5\n"), (20, ""), (30, "thirty\n")))
+        assert patch.name == "1-it.patch"
+        assert patch.subject == "[PATCH] [kvfix 1] what is true after it"
+        assert patch.fix_id == "1"
+        assert patch.trailers == (
+            ("Fix", "1"),
+            ("Upstream-PR", "owner/repo#1"),
+            ("Signed-off-by", "A Person <a@example.org>"),
+        )
+        assert [hunk.start for hunk in patch.files[PATH]] == [2, 17, 27]
+        assert patch.added_lines == 3
+
+    @pytest.mark.parametrize("title", ["blocks → pages, für alle", "word " * 40 + "end"])
+    def test_undoes_how_mail_writes_a_subject(self, tmp_path: Path, title: str) -> None:
+        folder = tmp_path / "made"
+        commit(folder, {PATH: "a\n"}, "before")
+        commit(folder, {PATH: "b\n"}, MESSAGE.replace("what is true after it", title))
+        path = tmp_path / "1.patch"
+        path.write_bytes(mbox(folder).encode())
+        assert read_patch(path).subject == f"[PATCH] [kvfix 1] {title}"
+
+    @pytest.mark.parametrize(
+        ("after", "why"),
+        [
+            ({"vllm/b.py": "new\n"}, "added"),
+            ({"vllm/empty.py": ""}, "added"),
+            ({PATH: None}, "removed"),
+            ({PATH: None, "vllm/b.py": numbered()}, "renamed"),
+            ({PATH: b"\0\1\2"}, "binary"),
+        ],
+    )
+    @pytest.mark.parametrize("options", [(), ("--binary", "--full-index"), ("--find-renames",)])
+    def test_refuses_more_than_changes_of_text(
+        self, tmp_path: Path, after: dict[str, str | bytes | None], why: str, options: tuple[str]
+    ) -> None:
+        text = mbox_of(tmp_path / "made", {PATH: numbered()}, after, *options)
+        self.refused(tmp_path, text, why)
+
+    def test_refuses_a_change_of_mode(self, tmp_path: Path) -> None:
+        folder = tmp_path / "made"
+        commit(folder, {PATH: "a\n"}, "before")
+        (folder / PATH).chmod(0o755)
+        commit(folder, {})
+        self.refused(tmp_path, mbox(folder), "change of mode")
+        git(folder, "reset", "--quiet", "--hard", "HEAD~")
+        (folder / PATH).chmod(0o755)
+        commit(folder, {PATH: "b\n"})
+        self.refused(tmp_path, mbox(folder), "change of mode")
+
+    @pytest.mark.parametrize(
+        ("old", "new", "why"),
+        [
+            ("\n---\n", "\n", "`---` line"),
+            ("Subject: ", "Sujet: ", "subject"),
+            ("Fix: 1\n", "", "`Fix:` trailer"),
+            ("\nFix: 1\nUpstream-PR: owner/repo#1\nSigned-off", "\n\nSigned-off", "`Fix:` trailer"),
+            ("diff --git", "diff --gif", "no diff"),
+            ("+five\n", "+five\n+and more\n", "longer|belong to no hunk"),
+            (" line 8\n", " line 8\n+and more\n", "longer|belong to no hunk"),
+            (" line 8\n", "", "shorter"),
+            (" line 8\n", " line 8\n-- \n2.39.5\n", "belong to no hunk"),
+            ("+five\n", "+f\xffive\n", "utf-8"),
+            ("@@ -2,7", "@@ -2,6", "longer|belong to no hunk"),
+        ],
+    )
+    def test_refuses_what_is_no_patch_of_ours(
+        self, tmp_path: Path, old: str, new: str, why: str
+    ) -> None:
+        text = mbox_of(tmp_path / "made", {PATH: numbered()}, {PATH: numbered((5, "five\n"))})
+        assert old in text
+        self.refused(tmp_path, text.replace(old, new), why)
+
+    def test_refuses_a_message_without_diff(self, tmp_path: Path) -> None:
+        folder = tmp_path / "made"
+        commit(folder, {PATH: "a\n"}, "before")
+        commit(folder, {})
+        self.refused(tmp_path, mbox(folder, "--always"), "no diff")
+
+    def test_refuses_two_commits_in_one_file(self, tmp_path: Path) -> None:
+        folder = tmp_path / "made"
+        for text in "abc":
+            commit(folder, {PATH: f"{text}\n"})
+        self.refused(tmp_path, mbox(folder, "-2"), "more than one commit")
+
+    @staticmethod
+    def refused(tmp_path: Path, text: str, why: str) -> None:
+        path = tmp_path / "1-it.patch"
+        path.write_bytes(text.encode("latin-1" if "\xff" in text else "utf-8"))
+        with pytest.raises(RegistryError, match=why) as caught:
+            read_patch(path)
+        assert "1-it.patch" in caught.value.found
+        assert "nox -s edit" in caught.value.next_step
+
+
+class TestApplication:
+    def test_changes_what_it_says_and_nothing_else(self, tmp_path: Path) -> None:
+        before, after = numbered(), numbered((5, "five\n"), (20, ""), (30, "thirty\n30\n"))
+        patch = made(tmp_path, before, after)
+        texts, offsets = apply_patches([patch], {PATH: before}.__getitem__)
+        assert texts == {PATH: after}
+        assert offsets == []
+
+    def test_reports_hunks_that_have_moved(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((10, "ten\n"), (20, "twenty\n"), (30, "")))
+        top, middle = "a\nb\n", "c\n"
+        text = top + numbered((15, "line 15\n" + middle))
+        texts, offsets = apply_patches([patch], {PATH: text}.__getitem__)
+        expected = numbered((10, "ten\n"), (15, "line 15\n" + middle), (20, "twenty\n"), (30, ""))
+        assert texts[PATH] == top + expected
+        assert offsets == [
+            Offset("1-it.patch", PATH, 1, 2),
+            Offset("1-it.patch", PATH, 2, 3),
+            Offset("1-it.patch", PATH, 3, 3),
+        ]
+
+    def test_reports_hunks_that_have_moved_up(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((20, "twenty\n")))
+        offsets = apply_patches([patch], lambda _: numbered((3, ""), (4, "")))[1]
+        assert [offset.lines for offset in offsets] == [-2]
+
+    def test_applies_one_patch_to_what_the_one_before_it_made(self, tmp_path: Path) -> None:
+        first = made(tmp_path / "1", numbered(), numbered((10, "ten\n10\n")))
+        second = made(tmp_path / "2", numbered((10, "ten\n")), numbered((10, "TEN\n")))
+        assert "line 10" not in str(second.files)
+        with pytest.raises(PatchDoesNotApplyError):
+            apply_patches([second, first], lambda _: numbered())
+        third = made(tmp_path / "3", numbered(), numbered((20, "twenty\n")))
+        texts, offsets = apply_patches([first, third], lambda _: numbered())
+        assert texts[PATH] == numbered((10, "ten\n10\n"), (20, "twenty\n"))
+        assert offsets == [Offset("1-it.patch", PATH, 1, 1)]
+
+    def test_takes_lines_as_git_does(self, tmp_path: Path) -> None:
+        before = numbered((3, "a\fb\u2028c\x1cd\x85e\n"), (4, "f\r\n"))
+        after = before.replace("line 5", "five")
+        patch = made(tmp_path, before, after)
+        texts, offsets = apply_patches([patch], {PATH: before}.__getitem__)
+        assert (texts[PATH], offsets) == (after, [])
+
+    @pytest.mark.parametrize(
+        ("before", "after"),
+        [("a\nb", "a\nc"), ("a\nb", "a\nb\n"), ("a\nb\n", "a\nb"), ("a\nb", "x\nb"), ("", "a\n")],
+    )
+    def test_knows_a_missing_newline_and_an_empty_file(
+        self, tmp_path: Path, before: str, after: str
+    ) -> None:
+        patch = made(tmp_path, before, after)
+        assert applied(patch, before) == after
+        refusal(patch, before + "\n" if before else "x")
+
+
+class TestRefusal:
+    @pytest.mark.parametrize("stray", [5, 6, 7, 9, 10, 11])
+    def test_of_context_that_differs_names_the_place(self, tmp_path: Path, stray: int) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
+        error = refusal(patch, numbered((stray, "changed \n")))
+        assert f"1-it.patch, {PATH}, hunk 1:" in error.found
+        assert "nearest is line 5, where 6 of 7 lines agree" in error.found
+        assert f"wanted: 'line {stray}\\n'" in error.found
+        assert "found:  'changed \\n'" in error.found
+        assert "nox -s edit -- <release> <fix>" in error.next_step
+
+    def test_of_a_difference_that_cannot_be_seen_shows_it(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
+        error = refusal(patch, numbered((9, "line 9\r\n")))
+        assert "wanted: 'line 9\\n'" in error.found
+        assert "found:  'line 9\\r\\n'" in error.found
+
+    @pytest.mark.parametrize("text", ["", "nothing of it\n"])
+    def test_of_another_file_altogether(self, tmp_path: Path, text: str) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
+        assert "its text is not there" in refusal(patch, text).found
+
+    def test_when_one_hunk_of_several_has_no_place(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n"), (20, "twenty\n")))
+        assert "hunk 2" in refusal(patch, numbered((21, "x\n"))).found
+
+    def test_when_hunks_have_changed_places(self, tmp_path: Path) -> None:
+        block = "".join(f"inner {n}\n" for n in range(7))
+        other = block.replace("inner", "outer")
+        text = numbered((10, block), (30, other))
+        patch = made(tmp_path, text, text.replace("inner 3", "i").replace("outer 3", "o"))
+        assert "hunk 2" in refusal(patch, numbered((10, other), (30, block))).found
+
+
+class TestTwins:
+    """A place whose text stands at another place of the file as well."""
+
+    BLOCK = "".join(f"twin {n}\n" for n in range(7))
+    TEXT = numbered((10, BLOCK), (20, BLOCK))
+    SECOND = 26 + 3  # the line of `twin 3` in the second one
+
+    def changed(self, text: str, line: int) -> str:
+        lines = text.splitlines(keepends=True)
+        assert lines[line - 1] == "twin 3\n"
+        lines[line - 1] = "changed\n"
+        return "".join(lines)
+
+    def test_are_told_apart_by_the_stated_line(self, tmp_path: Path) -> None:
+        after = self.changed(self.TEXT, self.SECOND)
+        assert applied(made(tmp_path, self.TEXT, after), self.TEXT) == after
+
+    def test_are_refused_when_the_text_has_moved(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, self.TEXT, self.changed(self.TEXT, self.SECOND))
+        error = refusal(patch, "one more\n" + self.TEXT)
+        assert "stands at line 11, 27; line 26 is where it should" in error.found
+
+    def test_are_told_apart_by_how_far_the_hunk_before_has_moved(self, tmp_path: Path) -> None:
+        after = self.changed(self.TEXT, self.SECOND).replace("line 5\n", "five\n")
+        patch = made(tmp_path, self.TEXT, after)
+        texts, offsets = apply_patches([patch], lambda _: "one more\n" + self.TEXT)
+        assert texts[PATH] == "one more\n" + after
+        assert [offset.lines for offset in offsets] == [1, 1]
+
+    def test_are_refused_where_the_other_is_at_the_stated_line(self, tmp_path: Path) -> None:
+        # 16 more lines above: the first twin now stands where the second one did.
+        after = self.changed(self.TEXT, self.SECOND).replace("line 5\n", "five\n")
+        patch = made(tmp_path, self.TEXT, after)
+        error = refusal(patch, "one more\n" * 16 + self.TEXT)
+        assert "hunk 2: its text stands at line 26, 42" in error.found
+
+    def test_do_not_matter_at_the_top_and_at_the_end(self, tmp_path: Path) -> None:
+        text = "a\nb\nc\nd\n" * 3
+        patch = made(tmp_path, text, "x\n" + text + "y\n")
+        assert applied(patch, text) == "x\n" + text + "y\n"
+        assert "the top of the file" in refusal(patch, "more\n" + text).found
+        assert "the end of the file" in refusal(patch, text + "more\n").found
+
+
+LINE = st.sampled_from(["a\n", "b\n", "a \n", "\n", "\f\n", "c\r\n", "d\x85e\n", "-- \n", "@@\n"])
+TEXTS = st.one_of(
+    st.lists(LINE, max_size=30).map("".join),
+    st.integers(1, 40).map(lambda count: numbered(count=count)),
+    st.integers(1, 6).map(lambda count: numbered(count=9) * count),
+).flatmap(lambda text: st.sampled_from([text, text.removesuffix("\n")]))
+EDITS = st.lists(
+    st.tuples(
+        st.integers(0, 60),
+        st.sampled_from([0, 0, 0, 1, 9]),
+        st.sampled_from(["", "a\n", "new\nb\n"]),
+    ),
+    max_size=4,
+)
+
+
+def edited(text: str, edits: list[tuple[int, int, str]]) -> str:
+    """Replace, from a line on, some lines by others."""
+    lines = text.split("\n")
+    for at, count, new in edits:
+        at %= len(lines) + 1
+        lines[at : at + count] = new.split("\n")[:-1]
+    return "\n".join(lines)
+
+
+class TestAgainstGit:
+    """Wherever we apply, `git apply` does too, to the same bytes; so what it refuses, we refuse."""
+
+    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+    @given(before=TEXTS, edits=EDITS, drifts=EDITS)
+    @example(before=numbered(), edits=[(9, 1, "a\n"), (29, 1, "a\n")], drifts=[(19, 0, "a\n")])
+    @example(before="a\nb\n" * 15, edits=[(14, 1, "new\nb\n")], drifts=[(0, 0, "a\n")])
+    @example(before="a\nb\n" * 15, edits=[(29, 1, "new\nb\n")], drifts=[(29, 0, "a\n")])
+    def test_apply(
+        self, before: str, edits: list[tuple[int, int, str]], drifts: list[tuple[int, int, str]]
+    ) -> None:
+        after, other = edited(before, edits), edited(before, drifts)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            old, new, file = folder / "a.py", folder / "b.py", folder / "1.patch"
+            old.write_bytes(before.encode())
+            new.write_bytes(after.encode())
+            command = ["git", "diff", "--no-index", "--text", "--no-color", "a.py", "b.py"]
+            diff = subprocess.run(
+                command, cwd=folder, capture_output=True, env=BARE, check=False
+            ).stdout.decode()
+            if not diff:
+                return
+            diff = diff.replace("b/b.py", "b/a.py")
+            file.write_bytes(f"From {'0' * 40}\nSubject: s\n\nFix: 1\n---\n\n{diff}".encode())
+            patch = read_patch(file)
+            for text in (before, other):
+                old.write_bytes(text.encode())
+                command = ["git", "apply", "--whitespace=nowarn", "1.patch"]
+                result = subprocess.run(
+                    command, cwd=folder, capture_output=True, env=BARE, check=False
+                )
+                try:
+                    ours = apply_patches([patch], lambda _: text)[0]["a.py"]  # noqa: B023
+                except PatchDoesNotApplyError:
+                    import os
+
+                    os.write(2, b"R%d%d " % (text == before, result.returncode == 0))
+                    assert text != before  # what a patch was made from, it applies to
+                    continue
+                import os
+
+                os.write(2, b"A%d " % (text == before))
+                assert result.returncode == 0, result.stderr
+                assert old.read_bytes().decode() == ours
+            assert apply_patches([patch], lambda _: before)[0]["a.py"] == after

