@@ -19,11 +19,13 @@ from vllm.logger import init_logger
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 logger = init_logger(f"vllm.{__name__}")
 
 _Result = TypeVar("_Result")
+
+_Worker = Any
+"""`NixlConnectorWorker`; from 0.24.0 on what those that pull and those that push are made of."""
 
 _OF_ENGINES = (
     "kv_caches_base_addr",
@@ -42,17 +44,17 @@ _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
 """The topology's, up to 0.22.1."""
 
 
-def load_agent(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> str:
+def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
     """Load the NIXL agent of a peer's rank, and remember it until the engine is connected."""
     agent: str = worker.nixl_wrapper.add_remote_agent(peer.agent_metadata)
     _loaded(worker).setdefault(peer.engine_id, []).append(agent)
     return agent
 
 
-def _loaded(worker: NixlConnectorWorker) -> dict[str, list[str]]:
+def _loaded(worker: _Worker) -> dict[str, list[str]]:
     """NIXL agents of engines that handshakes are under way with."""
     # Made on demand: a test may make a worker without its constructor.
-    agents: dict[str, list[str]] = vars(worker).setdefault("_agents_in_handshake", {})
+    agents: dict[str, list[str]] = worker.__dict__.setdefault("_agents_in_handshake", {})
     return agents
 
 
@@ -61,7 +63,7 @@ def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Resul
 
     @functools.wraps(add)
     def wrapper(
-        self: NixlConnectorWorker,
+        self: _Worker,
         nixl_agent_meta: NixlAgentMetadata,
         *rank_and_sizes: int,
         **named: int,
@@ -80,7 +82,7 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
 
     @functools.wraps(handshake)
     def wrapper(
-        self: NixlConnectorWorker,
+        self: _Worker,
         host: str,
         port: int,
         remote_tp_size: int,
@@ -101,14 +103,14 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
     return wrapper
 
 
-def forget(worker: NixlConnectorWorker, engine_id: str) -> None:
+def forget(worker: _Worker, engine_id: str) -> None:
     """Undo what a handshake that failed has entered; descriptors of our own memory stay.
 
     Not of an engine that is connected, nor of our own, whatever a peer calls itself.
     """
     if engine_id == worker.engine_id or engine_id in worker._remote_agents:
         return
-    nixl, tables = worker.nixl_wrapper, vars(worker)
+    nixl, tables = worker.nixl_wrapper, worker.__dict__
     for handle in tables.get("dst_xfer_side_handles", {}).pop(engine_id, {}).values():
         _give_back(nixl.release_dlist_handle, handle)
     for agent in _loaded(worker).pop(engine_id, ()):

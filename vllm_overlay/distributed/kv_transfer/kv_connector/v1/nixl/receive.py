@@ -113,6 +113,7 @@ class Receives:
         ready = self._worker._ready_requests
         for _ in range(ready.qsize()):  # one consumer: what is counted can be taken
             req_id, meta = ready.get_nowait()
+            assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
             if meta.remote.engine_id in self._worker._remote_agents:
                 self.start(req_id, meta)
             else:

@@ -83,7 +83,7 @@ def test_all_ranks_of_a_refused_peer_are_forgotten(refused_rank: int) -> None:
     ratios = [4, 4]
 
     def handshake(engine_id: str, tp_size: int) -> dict[Any, str]:
-        agents = {}
+        agents: dict[Any, str] = {}
         for rank in range(tp_size):
             metadata = peer_metadata(
                 worker, engine_id, rank, tp_size,

@@ -232,7 +232,12 @@ def test_a_word_that_makes_no_sense_does_not_end_d(
     lives(decode.get_transfer_results)  # wakes the thread that looks
     until(lambda: not decode._pending_completion_notifs.empty())
     received: set[str] = set()
-    until(lambda: received.update(lives(decode.get_transfer_results).finished_recving) or received)
+
+    def arrived() -> bool:
+        received.update(lives(decode.get_transfer_results).finished_recving)
+        return bool(received)
+
+    until(arrived)
     assert received == {"req"}
 
 
