@@ -56,8 +56,8 @@ def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
 def _loaded(worker: _Worker) -> dict[str, list[str]]:
     """NIXL agents, by engine, that this thread has entered in handshakes that are under way."""
     # Made on demand: a test may make a worker without its constructor.
-    here = vars(worker).setdefault("_agents_in_handshake", threading.local())
-    agents: dict[str, list[str]] = vars(here).setdefault("agents", {})
+    here = worker.__dict__.setdefault("_agents_in_handshake", threading.local())
+    agents: dict[str, list[str]] = here.__dict__.setdefault("agents", {})
     return agents
 
 
@@ -114,7 +114,7 @@ def forget(worker: _Worker, engine_id: str) -> None:
     """
     if engine_id == worker.engine_id or engine_id in worker._remote_agents:
         return
-    nixl, tables = worker.nixl_wrapper, vars(worker)
+    nixl, tables = worker.nixl_wrapper, worker.__dict__
     for handle in tables.get("dst_xfer_side_handles", {}).pop(engine_id, {}).values():
         _give_back(nixl.release_dlist_handle, handle)
     for agent in _loaded(worker).pop(engine_id, ()):
