@@ -32,13 +32,13 @@ class KVTransferNotifier:
             kv_transfer_params: as the client sent them.
             data_parallel_rank: the engine that the client asked for, if it asked for one.
         """
-        _say_once(type(self))
+        _say_once(type(self).__name__)
 
 
 @cache
-def _say_once(client: type[KVTransferNotifier]) -> None:
+def _say_once(client: str) -> None:
     logger.warning(
         "%s cannot tell a prefill server about rejected requests; "
         "their KV blocks stay until the prefill server's own timeout.",
-        client.__name__,
+        client,
     )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
@@ -27,7 +27,7 @@ class KVTransferRejecter:
     """A base for `AsyncLLM` where upstream's has nothing of the kind."""
 
     async def notify_kv_transfer_request_rejected(
-        self: AsyncLLM,  # type: ignore[misc]
+        self,
         request_id: str,
         kv_transfer_params: dict[str, Any],
         *,
@@ -37,8 +37,9 @@ class KVTransferRejecter:
 
         With a connector that is not known to take a stand-in: nothing.
         """
-        if takes_stand_ins(self.vllm_config.kv_transfer_config):
-            await _release(self, request_id, kv_transfer_params, data_parallel_rank)
+        engine = cast("AsyncLLM", self)
+        if takes_stand_ins(engine.vllm_config.kv_transfer_config):
+            await _release(engine, request_id, kv_transfer_params, data_parallel_rank)
 
 
 def claims_first(
@@ -92,7 +93,7 @@ async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant:
     cores = getattr(client, "core_engines", ())
     if len(cores) < 2:
         return True
-    if getattr(engine, "_kv_transfer_ungranted", False):
+    if getattr(client, "kv_transfer_ungranted", False):
         return False
     claim = (params["remote_engine_id"], params["remote_request_id"], claimant)
     asked = asyncio.gather(
@@ -105,7 +106,7 @@ async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant:
     except Exception as error:
         # An engine core without this method (another build, on another node) will never have it.
         # The others would turn away requests that are sent again, for nothing.
-        engine._kv_transfer_ungranted = True  # type: ignore[attr-defined]
+        client.kv_transfer_ungranted = True
         logger.warning(
             "An engine core cannot say whether a rejected request's KV blocks are in use (%s). "
             "From now on they stay until the prefill server's own timeout.",

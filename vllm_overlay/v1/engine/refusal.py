@@ -31,7 +31,8 @@ def frees_refused(
     def wrapper(self: EngineCoreProc, request: EngineCoreRequest, error: Any) -> None:  # noqa: ANN401
         refuse(self, request, error)
         sampling = request.sampling_params
-        params = (sampling.extra_args or {}).get("kv_transfer_params") if sampling else None
+        extra = (sampling.extra_args if sampling is not None else None) or {}
+        params: Any = extra.get("kv_transfer_params")
         if (
             source_of(params) is None
             or not params.get("do_remote_prefill")

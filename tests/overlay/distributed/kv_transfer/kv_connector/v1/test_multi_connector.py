@@ -128,7 +128,7 @@ def stand_in() -> Request:
     return request
 
 
-FINISH = [
+FINISH: list[tuple[str, Any]] = [
     (name, blocks)
     for name, blocks in (("request_finished", []), ("request_finished_all_groups", ([],)))
     if hasattr(MultiConnector, name)

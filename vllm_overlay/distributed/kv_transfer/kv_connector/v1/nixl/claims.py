@@ -29,8 +29,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -132,8 +130,8 @@ class ClaimsBlocks:
 
 def claiming_connector(connector: KVConnectorBase_V1 | None) -> ClaimsBlocks | None:
     """The connector, or the first of several in one, that has claims."""
-    children: list[KVConnectorBase_V1] = getattr(connector, "_connectors", [])
-    return next((c for c in (connector, *children) if isinstance(c, ClaimsBlocks)), None)
+    candidates: list[object] = [connector, *getattr(connector, "_connectors", ())]
+    return next((c for c in candidates if isinstance(c, ClaimsBlocks)), None)
 
 
 def claim_offered(scheduler: Scheduler, request: Request) -> None:
@@ -187,7 +185,7 @@ def _names(params: object, source: Source) -> bool:
     )
 
 
-def _without_offer(params: Mapping[str, Any]) -> dict[str, Any] | None:
+def _without_offer(params: Any) -> dict[str, Any] | None:  # noqa: ANN401 - a checked dict
     """A prefill for somebody else stays one. Other connectors' settings stay as well."""
     if params.get("do_remote_decode"):
         return {**params, "do_remote_prefill": False, "remote_block_ids": None}

@@ -89,11 +89,9 @@ def _numbers_problem(params: dict[str, Any]) -> Problem | None:
 # ---------------------------------------------------------------- in the scheduler
 
 
-def matches_only_readable(
-    method: Callable[[NixlPullConnectorScheduler, Request, int], tuple[int, bool]],
-) -> Callable[[NixlPullConnectorScheduler, Request, int], tuple[int, bool]]:
+def matches_only_readable(method: _Method) -> _Method:
     """Have `get_num_new_matched_tokens` promise tokens only where blocks can be read."""
-    return _checked(shared.matches_only_readable(method))
+    return cast("_Method", _checked(shared.matches_only_readable(method)))
 
 
 def skips_ignored(nothing: object) -> Callable[[_Method], _Method]:

@@ -39,7 +39,7 @@ OFFER: dict[str, Any] = {
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time; a test moves it."""
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     return now
 
 
