@@ -107,9 +107,8 @@ class IdleCore:
             step_fn=self._step,
             post_step=lambda _: None,
             _handle_client_request=lambda act, *_: act(),
-            _handle_shutdown=lambda: self._running,
+            _handle_shutdown=lambda: self.core.is_running(),
         )
-        self._running = True
         self._failed: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
 
@@ -118,8 +117,9 @@ class IdleCore:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.call(lambda: setattr(self, "_running", False))
+        self.call(lambda: setattr(self.core, "shutdown_state", EngineShutdownState.REQUESTED))
         self._thread.join(10)
+        assert not self._thread.is_alive()
         if self._failed is not None:
             raise self._failed
 

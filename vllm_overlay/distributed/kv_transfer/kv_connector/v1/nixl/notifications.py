@@ -41,7 +41,6 @@ from vllm.platforms import current_platform
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
-        EngineId,
         ReqId,
         ReqMeta,
     )
@@ -120,18 +119,18 @@ class Notifications:
     def __init__(self, worker: NixlConnectorWorker, shake_hands: Callable[..., None]) -> None:
         self._worker = worker
         self._shake_hands = shake_hands  # vLLM's way: the worker, a receive's id, engine and meta
-        self._peers: dict[tuple[EngineId, str], _Peer] = {}
-        self._asked: tuple[tuple[EngineId, str], Future[_Heard]] | None = None
+        self._peers: dict[tuple[str, str], _Peer] = {}
+        self._asked: tuple[tuple[str, str], Future[_Heard]] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvfix-nixl-notifier")
         self._here = threading.local()
-        self._heard: dict[EngineId, _Heard] = {}
+        self._heard: dict[str, _Heard] = {}
         self._settled: Future[None] | None = None  # done once every handshake before it is
         self._dropped = 0
         self._logged = float("-inf")
 
     # Main thread.
 
-    def add(self, req_id: ReqId, engine_id: EngineId, meta: ReqMeta) -> None:
+    def add(self, req_id: ReqId, engine_id: str, meta: ReqMeta) -> None:
         """Take a receive that only notifies, of a peer that is not connected."""
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         # A client may have said several addresses for an engine, and anything for an address.
@@ -177,7 +176,7 @@ class Notifications:
             self._asked = key, self._executor.submit(self._ask, key[0], peer.first)
 
     def _answered(
-        self, engine_id: EngineId, asked: Future[_Heard], receives: Sequence[_Waiting]
+        self, engine_id: str, asked: Future[_Heard], receives: Sequence[_Waiting]
     ) -> None:
         error = asked.exception()
         if error is not None:
@@ -219,7 +218,7 @@ class Notifications:
 
     # The notifier's thread.
 
-    def _ask(self, engine_id: EngineId, meta: ReqMeta) -> _Heard:
+    def _ask(self, engine_id: str, meta: ReqMeta) -> _Heard:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         heard = self._here.heard = _Heard()
         heard.result = self._worker._nixl_handshake(
@@ -233,7 +232,7 @@ class Notifications:
         """Where to note what NIXL would be given, in the notifier's thread; else None."""
         return getattr(self._here, "heard", None)
 
-    def take_heard(self, engine_id: EngineId) -> _Heard | None:
+    def take_heard(self, engine_id: str) -> _Heard | None:
         """Take what the network part found out, for the handshake that it is meant for."""
         return None if self.here() else self._heard.pop(engine_id, None)
 
