@@ -48,7 +48,7 @@ def main() -> None:
         importlib.import_module(f"tests.parity.{module}")
     chosen = [scenario for name, scenario in SCENARIOS.items() if options.name in name]
     if not chosen:
-        print(*SCENARIOS)
+        print(*dict.fromkeys(name.partition("[")[0] for name in SCENARIOS))
         sys.exit(3)
     if options.wire:
         folder, mine, other = options.wire
