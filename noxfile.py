@@ -108,7 +108,7 @@ def regressions(session: nox.Session) -> None:
 @nox.session
 def parity(session: nox.Session) -> None:
     """Compare patched with stock where stock is right: nox -s parity -- [RELEASE...] [-k NAME]."""
-    tool(session, "parity")
+    command(session)
 
 
 @nox.session

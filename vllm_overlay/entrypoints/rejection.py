@@ -29,6 +29,7 @@ from vllm.utils import random_uuid
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.v1.engine.admission import open_exchange
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -113,10 +114,13 @@ class KVTransferRoute(APIRoute):
 
 
 def _transferring_engine(scope: Scope) -> EngineClient | None:
-    """The engine, if it moves KV blocks; a server that only renders prompts has none at all."""
+    """The engine, if its KV connector is one that we can have a prefill server told by.
+
+    With any other everything is as on stock. A server that only renders prompts has no engine.
+    """
     engine = getattr(scope["app"].state, "engine_client", None)
     config = getattr(engine, "vllm_config", None)
-    return engine if getattr(config, "kv_transfer_config", None) is not None else None
+    return engine if takes_stand_ins(getattr(config, "kv_transfer_config", None)) else None
 
 
 async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exception) -> bool:

@@ -70,8 +70,9 @@ async def _release(engine: AsyncLLM, name: str, params: dict[str, Any], rank: in
 
     The engine core that gets it uses it only if no other request of its own uses the same blocks
     (K11). One of several does not know what the others have, so all of them have to agree first.
-    Which of them tells the prefill server is of no matter to that, so a rank that does not exist
-    (perhaps the very reason for the rejection) is dropped.
+    Which of them tells the prefill server is of no matter to that, so in place of a rank that does
+    not exist (perhaps the very reason for the rejection), or of none, the first takes it: one that
+    is named does not count where requests are balanced over all.
 
     Raises:
         EngineDeadError: the engine core is gone.
@@ -115,11 +116,11 @@ async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant:
         return False
 
 
-def _existing_rank(engine: AsyncLLM, rank: int | None) -> int | None:
+def _existing_rank(engine: AsyncLLM, rank: int | None) -> int:
     parallel = engine.vllm_config.parallel_config
     ranks = (
         parallel.data_parallel_size_local
         if parallel.local_engines_only
         else parallel.data_parallel_size
     )
-    return rank if rank is not None and 0 <= rank < ranks else None
+    return rank if rank is not None and 0 <= rank < ranks else 0

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.serving import BaseServing
+from vllm.sampling_params import SamplingParams
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_unsendable
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.pooling.typing import AnyPoolingRequest
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.engine.typing import AnyRequest
-    from vllm.sampling_params import SamplingParams
 
 _PULL = ("NixlConnector", "NixlPullConnector")
 
@@ -81,7 +81,8 @@ class ChecksTransferParams(BaseServing):
 def _transfer_params(request: AnyRequest | AnyPoolingRequest) -> object:
     """What the handler will use; many kinds of requests have no such field."""
     params = getattr(request, "kv_transfer_params", None)
-    sampling: SamplingParams | None = getattr(request, "sampling_params", None)
-    if params is None and sampling is not None:
+    # Where it is no field, a client's own word of that name is kept as it came.
+    sampling = getattr(request, "sampling_params", None)
+    if params is None and isinstance(sampling, SamplingParams):
         return (sampling.extra_args or {}).get("kv_transfer_params")
     return params

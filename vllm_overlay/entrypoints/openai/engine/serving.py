@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+from vllm.sampling_params import SamplingParams
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.engine.serving import AnyRequest, OpenAIServing
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
-    from vllm.sampling_params import SamplingParams
 
 T = TypeVar("T")
 
@@ -124,7 +124,8 @@ def _transfer_params(request: AnyRequest) -> object:
 
     A token-level request has the field as well, and its handler ignores it.
     """
-    sampling: SamplingParams | None = getattr(request, "sampling_params", None)
-    if sampling is not None:
+    # Where it is no field, a client's own word of that name is kept as it came.
+    sampling = getattr(request, "sampling_params", None)
+    if isinstance(sampling, SamplingParams):
         return (sampling.extra_args or {}).get("kv_transfer_params")
     return getattr(request, "kv_transfer_params", None)

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from scripts import parity
-from scripts.errors import CheckFailedError, UsageError
-from scripts.parity import Verdict, differences, read_rows, verdicts_on
-from scripts.terminal import out
+from scripts.commands import parity as command
+from scripts.prove import parity
+from scripts.prove.parity import Comparison, compared, differences, read_rows
+from scripts.system.console import out
+from scripts.system.errors import CheckFailedError, UsageError
 
 NAME = "endpoints.answers[none]"
 
@@ -21,9 +22,9 @@ def row(observed: object = None, **outcome: Any) -> dict[str, Any]:  # noqa: ANN
     return {"name": NAME, "shows": [], "seconds": 0.5, **(outcome or {"observed": observed})}
 
 
-def verdict(stock: dict[str, Any] | None, patched: dict[str, Any] | None) -> Verdict:
+def verdict(stock: dict[str, Any] | None, patched: dict[str, Any] | None) -> Comparison:
     mine, theirs = ({NAME: side} if side else {} for side in (stock, patched))
-    (only,) = verdicts_on(mine, theirs, fixes=["K04"])
+    (only,) = compared(mine, theirs, fixes=["K04"])
     return only
 
 
@@ -135,7 +136,7 @@ def test_a_fix_that_does_not_exist_is_a_fault() -> None:
 
 def test_nothing_at_all_is_no_pass() -> None:
     with pytest.raises(CheckFailedError):
-        verdicts_on({}, {}, fixes=[])
+        compared({}, {}, fixes=[])
 
 
 def test_rows_are_read_as_far_as_the_side_got(tmp_path: Path) -> None:
@@ -179,21 +180,21 @@ def test_a_side_that_dies_leaves_its_words_and_frees_the_other(
 
 
 def test_one_cause_does_not_fill_the_screen() -> None:
-    found = Verdict(NAME, faults=[f"place {i}" for i in range(10)])
-    lines = [*parity._lines("0.20.2", found)]
+    found = Comparison(NAME, faults=[f"place {i}" for i in range(10)])
+    lines = [*command._lines("0.20.2", found)]
     assert len(lines) == 4
     assert lines[-1].endswith("… and 7 more")
 
 
 def test_the_table_takes_names_and_faults_as_they_are() -> None:
-    named = Verdict("retries.sent_again[other, /v1/completions]", faults=["[/v1] differs"])
-    table = parity._table("0.20.2", [named, Verdict(NAME, left_out="no [/x]")])
+    named = Comparison("retries.sent_again[other, /v1/completions]", faults=["[/v1] differs"])
+    table = command._table("0.20.2", [named, Comparison(NAME, left_out="no [/x]")])
     out.print(table)
 
 
 def test_the_report_has_every_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parity, "REPORTS", tmp_path)
-    parity._write_report("0.20.2", [verdict(row({"a": 1}), row({"a": 2}))])
+    parity.write_report("0.20.2", [verdict(row({"a": 1}), row({"a": 2}))])
     report = json.loads((tmp_path / "parity-0.20.2.json").read_text())
     assert report["scenarios"][NAME]["verdict"] == "differs"
     assert report["scenarios"][NAME]["differences"] == [{"where": "a", "stock": 1, "patched": 2}]

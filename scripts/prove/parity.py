@@ -1,19 +1,7 @@
-"""`nox -s parity -- [RELEASE...] [-k NAME]`: patched against stock, where stock is right.
-
-The other sessions compare a build with what is right. This one runs the scenarios of tests/parity
-on the stock and on the patched wheel of a release, side by side in one environment, and compares
-what could be seen: what a client was answered, what the engine core was sent, what a prefill server
-was told and when, whether the engine lives, whether it is busy. A difference is a fault, for
-a patched build is never worse than stock.
-
-Where stock has the defect of one of our fixes the scenario is left out, with the reason; what is
-right there is the business of `nox -s regressions`. What crashes on both sides shows nothing and
-fails the session too.
-"""
+"""A patched build against stock, where stock is right: the scenarios of tests/parity on both."""
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 from collections import Counter
@@ -23,21 +11,17 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich.markup import escape
-from rich.table import Table
-
-from scripts.apply import patched_wheel
-from scripts.digest import sha256
-from scripts.environment import Environment, stage
-from scripts.errors import CheckFailedError, UsageError
-from scripts.fixes import Registry, load_registry
-from scripts.proc import run
-from scripts.project import REPORTS, ROOT, project, supported_release
-from scripts.terminal import entry, err, out
+from scripts.patchset.registry import Registry
+from scripts.project import REPORTS, ROOT, project
+from scripts.prove.environment import Environment, stage
+from scripts.system.console import err
+from scripts.system.errors import CheckFailedError, UsageError
+from scripts.system.files import sha256
+from scripts.system.process import run
+from scripts.wheel.build import patched_wheel
 
 SIDES = ("stock", "patched")
 _LIMIT = 1800.0  # seconds for a side; each scenario has its own, much shorter limit
-_SHOWN = 3  # faults of one scenario on the screen
 _NO_SUCH_NAME = 3  # what the runner exits with
 
 Row = Mapping[str, Any]
@@ -61,7 +45,7 @@ class Difference:
 
 
 @dataclass
-class Verdict:
+class Comparison:
     """What both sides together say of one scenario.
 
     Attributes:
@@ -85,42 +69,7 @@ class Verdict:
         return "left out" if self.left_out else "same"
 
 
-def main() -> None:
-    """Compare the releases that the command line names, or the default one."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s parity --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("release", nargs="*", default=[project().default_release])
-    parser.add_argument("-k", dest="name", default="", help="scenarios with this in their name")
-    options = parser.parse_args()
-    registry = load_registry()
-    faults: list[str] = []
-    for release in map(supported_release, options.release):
-        verdicts = compare(release, options.name, registry)
-        _write_report(release, verdicts)
-        out.print(_table(release, verdicts))
-        faults += [line for verdict in verdicts for line in _lines(release, verdict)]
-    for fault in faults:
-        err.print(f"✗ {fault}", markup=False)
-    if faults:
-        raise CheckFailedError(
-            "a patched build is not like stock, or nobody can tell",
-            expected="the patched build like stock wherever stock is right",
-            next_step="nox -s parity -- RELEASE -k NAME; reports/ has every difference",
-        )
-
-
-def _lines(release: str, verdict: Verdict) -> Iterator[str]:
-    """Yield the first faults of a scenario; one cause often shows in a hundred places."""
-    for fault in verdict.faults[:_SHOWN]:
-        yield f"{release}: {verdict.scenario}: {fault}"
-    if (more := len(verdict.faults) - _SHOWN) > 0:
-        yield f"{release}: {verdict.scenario}: … and {more} more"
-
-
-def compare(release: str, name: str, registry: Registry) -> list[Verdict]:
+def compare(release: str, name: str, registry: Registry) -> list[Comparison]:
     """Run the scenarios that have `name` in theirs on both sides of `release`.
 
     Raises:
@@ -142,7 +91,7 @@ def compare(release: str, name: str, registry: Registry) -> list[Verdict]:
             lambda side: _run(environment, work / side, side, wire, name, affected), SIDES
         )
         rows = dict(zip(SIDES, results, strict=True))
-    return verdicts_on(rows["stock"], rows["patched"], registry.fixes)
+    return compared(rows["stock"], rows["patched"], registry.fixes)
 
 
 def _run(
@@ -191,9 +140,9 @@ def read_rows(path: Path) -> dict[str, Row]:
     return found
 
 
-def verdicts_on(
+def compared(
     stock: Mapping[str, Row], patched: Mapping[str, Row], fixes: Collection[str]
-) -> list[Verdict]:
+) -> list[Comparison]:
     """Say of each scenario whether both sides agree.
 
     Args:
@@ -210,22 +159,22 @@ def verdicts_on(
             expected="at least one",
             next_step="read reports/parity-RELEASE-SIDE.log",
         )
-    verdicts = []
+    comparisons = []
     for name in dict.fromkeys((*stock, *patched)):
-        verdict = Verdict(name)
+        comparison = Comparison(name)
         mine, theirs = stock.get(name), patched.get(name)
-        verdict.seconds = {
+        comparison.seconds = {
             side: row["seconds"] for side, row in zip(SIDES, (mine, theirs), strict=True) if row
         }
-        verdict.faults += _judge(verdict, mine, theirs)
+        comparison.faults += _judge(comparison, mine, theirs)
         for row in filter(None, (mine, theirs)):
             unknown = sorted(set(row.get("shows", ())) - set(fixes))
-            verdict.faults += [f"it names a fix {fix}, which there is not" for fix in unknown]
-        verdicts.append(verdict)
-    return verdicts
+            comparison.faults += [f"it names a fix {fix}, which there is not" for fix in unknown]
+        comparisons.append(comparison)
+    return comparisons
 
 
-def _judge(verdict: Verdict, stock: Row | None, patched: Row | None) -> Iterator[str]:
+def _judge(comparison: Comparison, stock: Row | None, patched: Row | None) -> Iterator[str]:
     if stock is None or patched is None:
         yield f"it did not run on {'stock' if stock is None else 'the patched build'}"
         return
@@ -235,12 +184,12 @@ def _judge(verdict: Verdict, stock: Row | None, patched: Row | None) -> Iterator
     if "crashed" in stock or "crashed" in patched:
         return
     if "left_out" in stock or "left_out" in patched:
-        verdict.left_out = stock.get("left_out") or patched["left_out"]
+        comparison.left_out = stock.get("left_out") or patched["left_out"]
         if stock.get("left_out") != patched.get("left_out"):
-            yield f"one side leaves it out, or for another reason: {verdict.left_out}"
+            yield f"one side leaves it out, or for another reason: {comparison.left_out}"
         return
-    verdict.differences = [*_compared(stock["observed"], patched["observed"])]
-    yield from map(str, verdict.differences)
+    comparison.differences = [*_compared(stock["observed"], patched["observed"])]
+    yield from map(str, comparison.differences)
 
 
 def _compared(stock: Any, patched: Any) -> Iterator[Difference]:  # noqa: ANN401
@@ -291,27 +240,13 @@ def _around(text: str, place: int) -> str:
     return ("… " if start else "") + text[start : start + 120]
 
 
-def _table(release: str, verdicts: list[Verdict]) -> Table:
-    table = Table("scenario", "", "CPU", "first fault, or why it is left out", title=release)
-    for verdict in verdicts:
-        seconds = " ".join(f"{one:.1f}" for one in verdict.seconds.values())
-        words = verdict.faults[0] if verdict.faults else verdict.left_out
-        mark = "✗" if verdict.faults else "-" if verdict.left_out else "✓"
-        row = (verdict.scenario, f"{mark} {verdict.word}", seconds, words[:160])
-        table.add_row(*map(escape, row))
-    return table
-
-
-def _write_report(release: str, verdicts: list[Verdict]) -> None:
+def write_report(release: str, comparisons: list[Comparison]) -> None:
+    """Write `reports/parity-<release>.json`: every scenario, and every difference."""
     REPORTS.mkdir(exist_ok=True)
     report = {
         "release": release,
         "patch_set": project().version,
-        "scenarios": {one.scenario: {**asdict(one), "verdict": one.word} for one in verdicts},
+        "scenarios": {one.scenario: {**asdict(one), "verdict": one.word} for one in comparisons},
     }
     path = REPORTS / f"parity-{release}.json"
     path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    entry(main)
