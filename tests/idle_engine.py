@@ -90,7 +90,7 @@ class IdleCore:
         self.engine = engine
         self.steps = 0
         self.seconds = 0.0
-        self.core: Any = core_class.__new__(core_class)  # its constructor starts a model
+        self.core: Any = object.__new__(core_class)  # its constructor starts a model
         vars(self.core).update(
             scheduler=engine.scheduler,
             model_executor=SimpleNamespace(is_sleeping=False),

@@ -41,7 +41,9 @@ class SideChannel:
         answers: Callable[[int], bool] = lambda rank: True,
     ) -> None:
         self.asked: list[int] = []
-        self._describe = lambda rank: _payload(worker, engine_id, rank, tp_size)
+        self._describe: Callable[[int], bytes] = lambda rank: _payload(
+            worker, engine_id, rank, tp_size
+        )
         self._answers = answers
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.ROUTER)

@@ -8,6 +8,7 @@ import queue
 import resource
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -235,6 +236,7 @@ class Loop(EngineCoreProc):  # type: ignore[misc, unused-ignore]
         self.engines_running = False
         self.batch_queue = None
         self.process_input_queue_block = True
+        self.model_executor: Any = SimpleNamespace(is_sleeping=False)
         self._idle_state_callbacks: list[Any] = []
         from vllm.v1.engine import core
 

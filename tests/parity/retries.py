@@ -17,6 +17,8 @@ import json
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from vllm.v1.engine.core import EngineCore
+
 from tests.idle_engine import IdleEngine
 from tests.nixl_worker import connect, nixl_of
 from tests.parity.scenario import LeftOutError, Observed, at_least, scenario
@@ -221,12 +223,23 @@ async def sent_to_the_other_rank() -> Observed:
     prefill = Prefill(REMOTE["remote_request_id"], *engines)
     statuses = []
     async with serving(ranks=2) as server:
+        _several_cores(server, *engines)
         for rank, model in (("0", "no-such-model"), ("1", "tiny")):
             request = good_body(COMPLETIONS, model=model)
             answer = await server.post(COMPLETIONS, request, headers=[(RANK, rank)])
             statuses.append(answer.status)
             computed = await hand_over(server, *engines)
         return {"statuses": statuses, "outcome": outcome(prefill, computed, *engines)}
+
+
+def _several_cores(server: Server, *engines: IdleEngine) -> None:
+    """Let the server's client ask each engine core, as that for data parallelism can."""
+
+    async def call(method: str, *args: object, engine: IdleEngine) -> object:
+        return getattr(EngineCore, method)(engine, *args)
+
+    client: Any = server.engine.engine_core
+    client.core_engines, client._call_utility_async = engines, call
 
 
 @scenario()

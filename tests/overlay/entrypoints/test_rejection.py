@@ -357,10 +357,13 @@ def test_a_lie_is_refused_by_name_and_told_once(
         assert answer.status == 400
         assert (problem.field or "kv_transfer_params") in answer.error["message"]
         assert server.core.admitted == []
-        waits = isinstance(params, dict) and params.get("do_remote_prefill")
         # Who cannot be addressed cannot be told.
-        known = waits and peer_problem(params) is None
-        assert len(server.core.told) == bool(known and encodable(params))
+        waits = (
+            isinstance(params, dict)
+            and params.get("do_remote_prefill")
+            and peer_problem(params) is None
+        )
+        assert len(server.core.told) == bool(waits and encodable(params))
     assert server.engine.output_processor.get_num_unfinished_requests() == books
 
 
