@@ -1,7 +1,8 @@
 """`nox -s bench`: what kvfix costs, measured side by side in one run.
 
 First `apply` against unpacking and packing the wheel, and against copying and hashing it; then
-the worker's calls in each engine step, patched against stock. Writes reports/bench.json and fails
+what the API server looks at in a large request, against reading it; then the worker's calls in each
+engine step, patched against stock. Writes reports/bench.json and fails
 where a limit is missed.
 """
 
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from rich.table import Table
 
 from scripts.bench.apply import ApplyReport, measure_apply
+from scripts.bench.serving import ServingReport, measure_serving
 from scripts.bench.worker import WorkerReport, measure_worker
 from scripts.project import REPORTS, project
 from scripts.system.console import entry, out
@@ -28,8 +30,9 @@ def main() -> None:
     if turns < 5:
         raise UsageError(f"{turns} turns", expected="5 or more", next_step="nox -s bench")
     release = project().default_release
-    reports: dict[str, ApplyReport | WorkerReport] = {
+    reports: dict[str, ApplyReport | ServingReport | WorkerReport] = {
         "apply": measure_apply(release, turns),
+        "serving": measure_serving(release),
         "worker": measure_worker(release, turns),
     }
     table = Table("measured", "median", title=f"vLLM {release}")
