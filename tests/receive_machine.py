@@ -424,6 +424,11 @@ class ReceiveMachine(RuleBasedStateMachine):
             if "lives" in self.claims:
                 raise AssertionError(f"the engine dies of {error!r}") from error
             return (set(), set()) if call == self.worker.get_finished else set()
+        finally:
+            # From K12 on another thread may have been given something to do.
+            aside = vars(self.worker).get("_notifications")
+            if aside is not None:
+                aside._executor.submit(lambda: None).result(10)
 
     def _heard_by_the_scheduler(
         self, sent: set[str], received: set[str], invalid: set[int]

@@ -21,10 +21,10 @@ registered     vLLM's handshake thread    NIXL gets what was noted, as in any ha
 told           main                       vLLM goes on as after any handshake
 =============  =========================  =====================================================
 
-NIXL is entered by the threads that vLLM lets enter it, and in `_handshake_futures` like every
-handshake, so a read that comes for the same peer shares the registration and nothing is registered
-twice. A read never waits for the network part: it makes its own, and whichever is first serves
-both.
+Whichever thread changes it, what waits is changed under vLLM's `_handshake_lock`. NIXL is entered
+by the threads that vLLM lets enter it, and the registration is in `_handshake_futures` like every
+handshake, so a read that comes for the same peer shares it and nothing is registered twice. A read
+never waits for the network part: it makes its own, and whichever is first serves both.
 """
 
 from __future__ import annotations
@@ -114,13 +114,13 @@ class _Peer:
 
 
 class Notifications:
-    """The notifications of a worker that wait for a peer; the main thread's but for `heard`."""
+    """The notifications of a worker that wait for a peer."""
 
     def __init__(self, worker: NixlConnectorWorker, shake_hands: Callable[..., None]) -> None:
         self._worker = worker
         self._shake_hands = shake_hands  # vLLM's way: the worker, a receive's id, engine and meta
         self._peers: dict[tuple[str, str], _Peer] = {}
-        self._asked: tuple[tuple[str, str], Future[_Heard]] | None = None
+        self._asked: tuple[tuple[str, str], Future[None]] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvfix-nixl-notifier")
         self._here = threading.local()
         self._heard: dict[str, _Heard] = {}
@@ -135,63 +135,49 @@ class Notifications:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         # A client may have said several addresses for an engine, and anything for an address.
         key = (engine_id, repr((meta.remote.host, meta.remote.port, meta.tp_size, _sizes(meta))))
-        if key not in self._peers and len(self._peers) >= MAX_PEERS:
-            self._drop([(req_id, meta)], f"{MAX_PEERS} others wait")
-            return
-        self._peers.setdefault(key, _Peer(meta)).receives.append((req_id, meta))
-        self._ask_next()
+        with self._worker._handshake_lock:
+            if key not in self._peers and len(self._peers) >= MAX_PEERS:
+                self._drop([(req_id, meta)], f"{MAX_PEERS} others wait")
+                return
+            self._peers.setdefault(key, _Peer(meta)).receives.append((req_id, meta))
+            self._ask_next()
 
     def advance(self) -> None:
-        """Have receives go on whose peer has answered, or is connected by now; never wait."""
+        """Have receives go on whose peer is connected by now, and drop others; never wait."""
         if not self._peers:
             return
         now = time.monotonic()
-        for key, peer in list(self._peers.items()):
-            if key[0] in self._worker._remote_agents:
-                self._go_on(self._peers.pop(key).receives)
-            elif now - peer.since > USEFUL:
-                self._drop(self._peers.pop(key).receives, "it has not been reached")
-        if self._asked is not None and self._asked[1].done():
-            key, asked = self._asked
-            self._asked = None
-            if key in self._peers:
-                self._answered(key[0], asked, self._peers.pop(key).receives)
-        self._ask_next()
+        with self._worker._handshake_lock:
+            for key, peer in list(self._peers.items()):
+                if key[0] in self._worker._remote_agents:
+                    self._go_on(self._peers.pop(key).receives)
+                elif now - peer.since > USEFUL:
+                    self._drop(self._peers.pop(key).receives, "it has not been reached")
+            if self._asked is not None and self._asked[1].done():
+                key, asked = self._asked
+                self._asked = None
+                error = asked.exception()
+                if error is not None and key in self._peers:
+                    self._drop(self._peers.pop(key).receives, repr(error))
+            self._ask_next()
 
     def pending(self) -> int:
         """How many steps notifications have before them, two each; changes as one goes on."""
-        waiting = 2 * sum(len(peer.receives) for peer in self._peers.values())
-        if self._settled is not None:
-            # The thread queues before it settles, so this order of looking misses nothing.
-            if self._settled.done() and self._worker._ready_requests.empty():
-                self._settled = None
-            else:
-                waiting += 1
-        return waiting
+        with self._worker._handshake_lock:
+            waiting = 2 * sum(len(peer.receives) for peer in self._peers.values())
+            if self._settled is not None:
+                # The thread queues before it settles, so this order of looking misses nothing.
+                if self._settled.done() and self._worker._ready_requests.empty():
+                    self._settled = None
+                else:
+                    waiting += 1
+            return waiting
 
     def _ask_next(self) -> None:
         # One at a time: an engine that ends waits for no more than that.
         if self._asked is None and self._peers:
             key, peer = next(iter(self._peers.items()))
-            self._asked = key, self._executor.submit(self._ask, key[0], peer.first)
-
-    def _answered(
-        self, engine_id: str, asked: Future[_Heard], receives: Sequence[_Waiting]
-    ) -> None:
-        error = asked.exception()
-        if error is not None:
-            self._drop(receives, repr(error))
-            return
-        with self._worker._handshake_lock:
-            if engine_id in self._worker._remote_agents:
-                self._go_on(receives)
-                return
-            if engine_id not in self._worker._handshake_futures:
-                self._heard[engine_id] = asked.result()  # for the handshake that begins now
-            for req_id, meta in receives:
-                self._shake_hands(self._worker, req_id, engine_id, meta)
-        # One thread shakes all hands, and runs the callbacks that queue what may go on.
-        self._settled = self._worker._handshake_initiation_executor.submit(_nothing)
+            self._asked = key, self._executor.submit(self._ask, key, peer.first)
 
     def _go_on(self, receives: Sequence[_Waiting]) -> None:
         for receive in receives:
@@ -218,13 +204,29 @@ class Notifications:
 
     # The notifier's thread.
 
-    def _ask(self, engine_id: str, meta: ReqMeta) -> _Heard:
+    def _ask(self, key: tuple[str, str], meta: ReqMeta) -> None:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         heard = self._here.heard = _Heard()
-        heard.result = self._worker._nixl_handshake(
-            meta.remote.host, meta.remote.port, meta.tp_size, engine_id, *_sizes(meta)
-        )
-        return heard
+        try:
+            heard.result = self._worker._nixl_handshake(
+                meta.remote.host, meta.remote.port, meta.tp_size, key[0], *_sizes(meta)
+            )
+        finally:
+            self._here.heard = None
+        with self._worker._handshake_lock:
+            if key in self._peers:
+                self._answered(key[0], heard, self._peers.pop(key).receives)
+
+    def _answered(self, engine_id: str, heard: _Heard, receives: Sequence[_Waiting]) -> None:
+        if engine_id in self._worker._remote_agents:
+            self._go_on(receives)
+            return
+        if engine_id not in self._worker._handshake_futures:
+            self._heard[engine_id] = heard  # for the handshake that begins now
+        for req_id, meta in receives:
+            self._shake_hands(self._worker, req_id, engine_id, meta)
+        # One thread shakes all hands, and runs the callbacks that queue what may go on.
+        self._settled = self._worker._handshake_initiation_executor.submit(_nothing)
 
     # Any thread.
 
