@@ -188,7 +188,11 @@ async def a_client_leaves(client: str) -> Observed:
         return seen(answer, server.core)
 
 
-@scenario("good ones", "refused ones in between")
+@scenario(
+    "good ones",
+    "refused ones in between",
+    shows={"K05 >=0.21.0": "stock's own stand-ins of refused requests count in balancing"},
+)
 async def requests_are_balanced(what: str) -> Observed:
     """Which of two data-parallel engines the client's own balancing gives each good request to."""
     chooser: Any = object.__new__(DPLBAsyncMPClient)
