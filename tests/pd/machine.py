@@ -71,10 +71,21 @@ class Group:
         self.kill()
 
     def kill(self) -> None:
-        """Kill all of the group at once, as the kernel does when memory runs out."""
-        deadline = time.monotonic() + 5.0
+        """Kill all of the group at once, as the kernel does when memory runs out.
+
+        Raises:
+            RuntimeError: It has not ended a minute later.
+        """
+        deadline = time.monotonic() + 60.0
+        # A killed process keeps its connections until it has given back its memory. On the one core
+        # that it was bound to, beside a server that polls, it never got so far (Linux 6.18).
+        for pid in self._members():
+            with suppress(OSError):
+                os.sched_setaffinity(pid, os.sched_getaffinity(0))
         self._signal(signal.SIGKILL)
-        while self._lives() and time.monotonic() < deadline:
+        while self._lives():
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"killed a minute ago and still there: {self._members()}")
             time.sleep(0.05)
         self._leader.wait()
         if self._leader.stdin is not None:
@@ -83,6 +94,18 @@ class Group:
     def freeze(self) -> None:
         """Stop all of the group where it is: a host that hangs, with its connections open."""
         self._signal(signal.SIGSTOP)
+
+    def _members(self) -> list[int]:
+        """Return the ids of the group's processes, from Linux's process table."""
+        folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
+        members = []
+        for folder in folders:
+            with suppress(OSError):  # it has ended in the meantime
+                # The name, in brackets, may hold anything; group is the third field after it.
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+                if int(fields[2]) == self._leader.pid:
+                    members.append(int(folder.name))
+        return members
 
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError):
