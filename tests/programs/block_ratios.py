@@ -3,8 +3,8 @@
 Whatever the ratios of kernel to logical blocks on P and D, D has to have the prompt's KV after a
 real read, byte for byte, or has to refuse P in the handshake and read nothing.
 
-`python -m tests.block_ratios` prints what is wrong with the installed vLLM on its last line, as
-JSON: for each case of `CASES` a list of faults.
+`python -m tests.programs.block_ratios` prints what is wrong with the installed vLLM on its last
+line, as JSON: for each case of `CASES` a list of faults.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
-from tests import vllm_cpu
+from tests.support import vllm_cpu
 
 vllm_cpu.prepare()
 
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402 - the platform comes first
 
-from tests.kv_landing import Deployment, Engines  # noqa: E402
-from tests.nixl_agents import REAL, await_finished  # noqa: E402
-from tests.nixl_worker import hold, receive  # noqa: E402
+from tests.support.kv_landing import Deployment, Engines  # noqa: E402
+from tests.support.nixl_agents import REAL, await_finished  # noqa: E402
+from tests.support.nixl_worker import hold, receive  # noqa: E402
 
 Prompt = tuple[int, int]
 """A prompt's length in tokens, and how many of its logical blocks D has cached."""

@@ -1,4 +1,4 @@
-"""A pytest plugin: vLLM without a GPU and without a model hub (``-p tests.vllm_cpu``).
+"""A pytest plugin: vLLM without a GPU and without a model hub (``-p tests.support.vllm_cpu``).
 
 It serves our tests and, alone in a folder of the import path (``-p vllm_cpu``), upstream's own.
 
@@ -95,7 +95,7 @@ def prepare() -> None:
             platforms._current_platform = cpu.CpuPlatform()
         elif not platforms._current_platform.is_cpu():
             raise RuntimeError(
-                "vLLM was asked for its platform before tests.vllm_cpu was loaded: "
+                "vLLM was asked for its platform before tests.support.vllm_cpu was loaded: "
                 f"{platforms._current_platform!r}"
             )
         # One module up to 0.19.1, a package since.

@@ -1,8 +1,9 @@
 """How long the checks of one large request keep an API server's event loop.
 
-`python -m tests.loop_path TURNS` prints, as JSON, the medians over as many turns, in seconds:
-`check`, what is looked at in `kv_transfer_params` with 131,072 token ids before they are sent to
-the engine core; and `parse`, what reading that body as JSON takes, for scale. Patched files only.
+`python -m tests.programs.loop_path TURNS` prints, as JSON, the medians over as many turns, in
+seconds: `check`, what is looked at in `kv_transfer_params` with 131,072 token ids before they are
+sent to the engine core; and `parse`, what reading that body as JSON takes, for scale. Patched files
+only.
 """
 
 from __future__ import annotations

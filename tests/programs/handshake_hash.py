@@ -1,18 +1,18 @@
 """Version and compatibility hash of a worker of the installed vLLM.
 
-`python -m tests.handshake_hash` prints both on its last line.
+`python -m tests.programs.handshake_hash` prints both on its last line.
 """
 
 from __future__ import annotations
 
-from tests import vllm_cpu
+from tests.support import vllm_cpu
 
 vllm_cpu.prepare()
 
 import vllm  # noqa: E402 - the platform has to be settled first
 
-from tests.nixl_release import compute_nixl_compatibility_hash  # noqa: E402
-from tests.nixl_worker import make_worker, topology_of  # noqa: E402
+from tests.support.nixl_release import compute_nixl_compatibility_hash  # noqa: E402
+from tests.support.nixl_worker import make_worker, topology_of  # noqa: E402
 
 if __name__ == "__main__":
     worker = make_worker()

@@ -17,8 +17,8 @@ os.environ |= {"UCX_NET_DEVICES": "lo", "UCX_TLS": "tcp,self,sm"}
 
 from nixl import _api
 
-from tests.nixl_release import NixlConnectorWorker
-from tests.nixl_worker import step
+from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_worker import step
 
 _PROGRESS_DELAY_US = 1000
 

@@ -1,8 +1,8 @@
 """How long a decode worker's two calls in each engine step take, when nothing fails.
 
-`python -m tests.hot_path` reads `<call> <requests>` lines and answers each with nanoseconds per
-call. `scripts.bench.worker` keeps one such process on the stock files and one on the patched files
-and asks them in turns. Calls:
+`python -m tests.programs.hot_path` reads `<call> <requests>` lines and answers each with
+nanoseconds per call. `scripts.bench.worker` keeps one such process on the stock files and one on
+the patched files and asks them in turns. Calls:
 
 - `get_finished N`: N receives are in flight, none of them ends;
 - `start_load_kv N`: N receives start, of connected engines (0: an engine step without any).
@@ -18,13 +18,13 @@ import sys
 import time
 from collections.abc import Callable
 
-from tests import vllm_cpu
+from tests.support import vllm_cpu
 
 vllm_cpu.prepare()
 
 
-from tests.nixl_release import NixlConnectorMetadata, NixlConnectorWorker  # noqa: E402
-from tests.nixl_worker import ScriptedNixl, connect, make_worker, receive  # noqa: E402
+from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker  # noqa: E402
+from tests.support.nixl_worker import ScriptedNixl, connect, make_worker, receive  # noqa: E402
 
 _SECONDS = 0.1  # measured for each question
 

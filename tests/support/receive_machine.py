@@ -1,6 +1,6 @@
 """Everything that can happen to a receive, in any order: a Hypothesis state machine.
 
-A real worker (see `tests.nixl_worker`) is asked to receive requests from prefill engines while
+A real worker (`tests.support.nixl_worker`) is asked to receive requests from prefill engines while
 handshakes break off, NIXL refuses calls and reads end in errors. The machine knows what became
 of each request from the scripted NIXL alone, and after every step holds the worker to this:
 
@@ -40,8 +40,8 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from tests.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
+from tests.support.nixl_worker import (
     GroupKind,
     Read,
     agent_name,

@@ -21,8 +21,8 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.decode_engine import DecodeEngine, finished
-from tests.nixl_release import connector_module
+from tests.support.decode_engine import DecodeEngine, finished
+from tests.support.nixl_release import connector_module
 
 
 class IdleEngine(DecodeEngine):

@@ -1,6 +1,6 @@
 """Does every token's KV land where it belongs? A slow, obvious reference, down to the bytes.
 
-Two real workers (see `tests.nixl_worker`), a prefill and a decode one, live in this process.
+Two real workers (`tests.support.nixl_worker`), a prefill and a decode one, live in this process.
 The decode worker is told about the prefill worker by the prefill worker's own handshake payload,
 is asked to receive a prompt, and the reads that it posts are carried out on memory. Then each
 token of the prompt is looked up at the place where the attention kernel will look: nothing here
@@ -18,8 +18,8 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from tests.nixl_release import NixlAgentMetadata, NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorWorker
+from tests.support.nixl_worker import (
     BESIDE,
     SCRIPTED,
     GroupKind,

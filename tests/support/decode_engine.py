@@ -27,7 +27,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.nixl_worker import GroupKind, make_worker, nixl_of, peer_port
+from tests.support.nixl_worker import GroupKind, make_worker, nixl_of, peer_port
 
 TOKEN = 7
 """The token that every request samples."""
@@ -52,7 +52,7 @@ class DecodeEngine:
     """One rank of tensor parallelism and its scheduler.
 
     Attributes:
-        worker: the NIXL worker (see `tests.nixl_worker`).
+        worker: the NIXL worker (see `tests.support.nixl_worker`).
         scheduler: vLLM's scheduler, with NIXL's scheduler side in it.
         groups: what each KV-cache group holds.
     """

@@ -1,7 +1,7 @@
 """The side channel of a scripted prefill server: a real socket on the loopback interface.
 
-`tests.nixl_worker` scripts NIXL itself; this is where handshakes ask first, over ZeroMQ. With it a
-worker's own `_nixl_handshake` runs, time-outs included.
+`tests.support.nixl_worker` scripts NIXL itself; this is where handshakes ask first, over ZeroMQ.
+With it a worker's own `_nixl_handshake` runs, time-outs included.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from unittest import mock
 import msgspec
 import zmq
 
-from tests import nixl_worker
-from tests.nixl_release import NixlConnectorWorker, NixlHandshakePayload
-from tests.nixl_worker import make_worker, nixl_of, peer_metadata, receive, step
+from tests.support import nixl_worker
+from tests.support.nixl_release import NixlConnectorWorker, NixlHandshakePayload
+from tests.support.nixl_worker import make_worker, nixl_of, peer_metadata, receive, step
 
 SOON = 3.0
 """Seconds; a rank that does not answer takes a handshake 5."""

@@ -18,7 +18,7 @@ A test reads like the life of a request on the decode side::
 
 One code serves every supported release; what differs between them is absorbed by building the
 peer's metadata field by field (`peer_metadata`) and registering it through the worker's own
-`add_remote_agent`. Load the plugin `tests.vllm_cpu` first.
+`add_remote_agent`. Load the plugin `tests.support.vllm_cpu` first.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from tests.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
-from tests.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
+from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
+from tests.support.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
 GroupKind = Literal["full", "sliding", "mamba", "wide"]
 """What one KV-cache group holds: all tokens, a window of them, a recurrent state, or all tokens in

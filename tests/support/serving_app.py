@@ -13,7 +13,7 @@ A test reads like a client's visit::
         assert server.core.told == [REMOTE]
 
 `Server.post` speaks ASGI itself, so a test can take the client away at any moment.
-Load the plugin `tests.vllm_cpu` first.
+Load the plugin `tests.support.vllm_cpu` first.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.stand_in_model import model_folder
+from tests.support.stand_in_model import model_folder
 
 _CLI: Any = importlib.import_module(
     next(
