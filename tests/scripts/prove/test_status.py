@@ -59,7 +59,8 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
     code = (
         "import json, sys\n"
         "from scripts.patchset.registry import load_registry\n"
-        "from scripts.prove.record import inputs, record\n"
+        "from scripts.prove.key import inputs\n"
+        "from scripts.prove.record import record\n"
         "from scripts.prove.outcomes import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
         "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
@@ -210,7 +211,7 @@ def test_a_release_that_is_not_pinned_is_refused(checkout: Checkout) -> None:
 def test_a_run_changes_no_byte_where_nothing_has_changed(checkout: Checkout) -> None:
     record(checkout, "0.20.2", "stock", FAILED)
     status(checkout)
-    names = ("docs/status.md", "docs/status.html", "reports/status.json")
+    names = ("docs/status.md", "reports/status.html", "reports/status.json")
     before = [(checkout.folder / name).read_bytes() for name in names]
     status(checkout)
     assert [(checkout.folder / name).read_bytes() for name in names] == before
