@@ -39,7 +39,7 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
     """
     parts = [
         load_lock()[release].sdist.sha256,
-        json.dumps([needs(release), _pytest_options()], sort_keys=True),
+        _settings(release),
         *fix.left_open_on(release),
         tests_hash(fix),
     ]
@@ -64,9 +64,10 @@ def _tests() -> Sources:
 
 
 @cache
-def _pytest_options() -> dict[str, object]:
-    options: dict[str, object] = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
-    return options
+def _settings(release: str) -> str:
+    """Return what the environment holds beside the release, and how pytest is set."""
+    options = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
+    return json.dumps([needs(release), options], sort_keys=True)
 
 
 @cache
