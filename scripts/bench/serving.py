@@ -49,7 +49,7 @@ def measure_serving(release: str) -> ServingReport:
     try:
         shadow = environment.shadow(folder, Target.of(release).patches)
         result = run(
-            [environment.python, "-m", "tests.loop_path", str(_TURNS)],
+            [environment.python, "-m", "tests.programs.loop_path", str(_TURNS)],
             cwd=stage(),
             env=environment.variables(shadow),
             timeout=300,

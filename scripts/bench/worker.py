@@ -103,8 +103,8 @@ def measure_worker(release: str, turns: int) -> WorkerReport:
 
 
 def _process(environment: Environment, shadow: Path | None) -> AbstractContextManager[Popen[str]]:
-    command: list[str | Path] = [environment.python, "-W", "ignore", "-m", "tests.hot_path"]
-    return talking(command, cwd=stage(), env=environment.variables(shadow))
+    words = (environment.python, "-W", "ignore", "-m", "tests.programs.hot_path")
+    return talking(words, cwd=stage(), env=environment.variables(shadow))
 
 
 def _await_ready(process: Popen[str]) -> None:
@@ -134,7 +134,7 @@ def _import_cost(environment: Environment, shadow: Path) -> float:
     """Return milliseconds for the modules that only the patched worker imports, median of 3."""
 
     def imported(folder: Path | None) -> dict[str, int]:
-        code = f"from tests import vllm_cpu; vllm_cpu.prepare(); import {_WORKER}"
+        code = f"from tests.support import vllm_cpu; vllm_cpu.prepare(); import {_WORKER}"
         result = run(
             [environment.python, "-W", "ignore", "-X", "importtime", "-c", code],
             cwd=stage(),

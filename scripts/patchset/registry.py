@@ -74,7 +74,7 @@ class LaterTest:
         fails_with: How the first line of its failure on stock begins.
         passes_on_stock: Why it does not fail there, in place of `fails_with`.
         parameters: The ids of the parameters that are meant; empty for all.
-        adapters: Fixtures of tests/forward_adapters.py that it needs on these releases.
+        adapters: Fixtures of tests/programs/forward_adapters.py that it needs on these releases.
     """
 
     release: str

@@ -10,7 +10,7 @@ from scripts.prove.environment import Environment, stage
 from scripts.prove.outcomes import Outcome, outcomes_of
 from scripts.system.process import Finished, run
 
-PLUGIN = "tests.vllm_cpu"
+PLUGIN = "tests.support.vllm_cpu"
 WHOLE_RUN = (0, 1)
 """Exit codes of pytest when all that was collected has run."""
 

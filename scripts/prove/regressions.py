@@ -89,7 +89,7 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
 def _identity(environment: Environment) -> Identity:
     """Ask the installed vLLM for its version and for the hash that its handshake compares."""
     result = run(
-        [environment.python, "-W", "ignore", "-m", "tests.handshake_hash"],
+        [environment.python, "-W", "ignore", "-m", "tests.programs.handshake_hash"],
         cwd=stage(),
         env=environment.variables(None),
         timeout=300,

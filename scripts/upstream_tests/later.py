@@ -24,7 +24,7 @@ from scripts.upstream.tree import release_tree
 from scripts.upstream_tests.compare import said
 from scripts.upstream_tests.cut import Cut, Wanted
 
-ADAPTERS = ROOT / "tests" / "forward_adapters.py"
+ADAPTERS = ROOT / "tests" / "programs" / "forward_adapters.py"
 """Our fixtures that stand between a later test and an earlier release whose interface differs."""
 
 

@@ -47,7 +47,8 @@ def test_the_table_names_every_fix() -> None:
 def test_vllm_version_is_the_patched_one() -> None:
     # As `vllm --version`, on a machine where vLLM finds no device by itself.
     code = (
-        "from tests import vllm_cpu; vllm_cpu.prepare(); import sys; sys.argv = ['vllm', '-v']; "
+        "from tests.support import vllm_cpu; vllm_cpu.prepare(); "
+        "import sys; sys.argv = ['vllm', '-v']; "
         "from vllm.entrypoints.cli.main import main; main()"
     )
     printed = subprocess.check_output([sys.executable, "-W", "ignore", "-c", code], text=True)

@@ -9,7 +9,7 @@ process may die in one; what ended before is on file. Exits with 3 where no name
 
 from __future__ import annotations
 
-from tests import vllm_cpu
+from tests.support import vllm_cpu
 
 vllm_cpu.prepare()
 

@@ -32,12 +32,12 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.nixl_worker import make_kv_cache_config, make_vllm_config
 from tests.parity import recording
 from tests.parity.retries import good_body
 from tests.parity.scenario import LeftOutError, Observed, said, scenario
 from tests.parity.visits import serving
-from tests.serving_app import ENDPOINTS, REMOTE
+from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.support.serving_app import ENDPOINTS, REMOTE
 
 COMPLETIONS, CHAT, *_ = ENDPOINTS
 _TOKEN = 7

@@ -11,7 +11,7 @@ from unittest import mock
 
 from tests.parity.scenario import LeftOutError, Observed, scenario, scrubbed
 from tests.parity.visits import CONNECTORS, OWN, seen, serving, visit
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, MODEL, REMOTE, Server, body
+from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, MODEL, REMOTE, Server, body
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"

@@ -17,11 +17,14 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from tests import decode_engine, nixl_worker
-from tests.decode_engine import DecodeEngine
-from tests.idle_engine import IdleEngine
-from tests.nixl_release import NixlAgentMetadata
-from tests.nixl_worker import (
+from tests.parity.retries import COMPLETIONS, good_body
+from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario
+from tests.parity.visits import serving
+from tests.support import decode_engine, nixl_worker
+from tests.support.decode_engine import DecodeEngine
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_release import NixlAgentMetadata
+from tests.support.nixl_worker import (
     connect,
     make_worker,
     nixl_of,
@@ -29,11 +32,8 @@ from tests.nixl_worker import (
     register_peer,
     script_handshake,
 )
-from tests.parity.retries import COMPLETIONS, good_body
-from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario
-from tests.parity.visits import serving
-from tests.serving_app import REMOTE
-from tests.stand_in_model import HEAD_SIZE
+from tests.support.serving_app import REMOTE
+from tests.support.stand_in_model import HEAD_SIZE
 
 LENGTHS = (1, 15, 16, 17, 40, 64, 80)
 """Tokens of a prompt: within, at the end of and across blocks of 16."""

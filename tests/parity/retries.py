@@ -19,11 +19,11 @@ from typing import Any
 
 from vllm.v1.engine.core import EngineCore
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
 from tests.parity.scenario import LeftOutError, Observed, at_least, scenario
 from tests.parity.visits import serving
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Answer, Server, body
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Answer, Server, body
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOKENS = 40  # of the prompt: three blocks

@@ -13,9 +13,9 @@ import msgspec
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
-from tests import serving_app
 from tests.parity.scenario import LeftOutError, Observed, at_least, scrubbed
-from tests.serving_app import Answer, ScriptedCore, Server
+from tests.support import serving_app
+from tests.support.serving_app import Answer, ScriptedCore, Server
 
 CONNECTORS = (
     "none",
@@ -35,7 +35,7 @@ OWN = ("NixlConnector", "MultiConnector")
 async def serving(
     *flags: str, connector: str = "NixlConnector", ranks: int = 1
 ) -> AsyncIterator[Server]:
-    """As `tests.serving_app.serving`, with any of `CONNECTORS`.
+    """As `tests.support.serving_app.serving`, with any of `CONNECTORS`.
 
     Raises:
         LeftOutError: the release has no such connector.

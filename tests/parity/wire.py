@@ -17,18 +17,18 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, EngineCoreReques
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
-from tests.decode_engine import DecodeEngine
-from tests.idle_engine import IdleEngine
-from tests.nixl_release import (
+from tests.parity.scenario import Observed, said, scenario
+from tests.parity.visits import sent
+from tests.parity.wire_folder import exchange
+from tests.support.decode_engine import DecodeEngine
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_release import (
     NixlAgentMetadata,
     NixlHandshakePayload,
     compute_nixl_compatibility_hash,
 )
-from tests.nixl_worker import connect, make_worker, nixl_of, receive, topology_of
-from tests.parity.scenario import Observed, said, scenario
-from tests.parity.visits import sent
-from tests.parity.wire_folder import exchange
-from tests.serving_app import REMOTE
+from tests.support.nixl_worker import connect, make_worker, nixl_of, receive, topology_of
+from tests.support.serving_app import REMOTE
 
 
 def _both_read(name: str, data: bytes, read: Callable[[bytes], Observed]) -> Observed:

@@ -1,6 +1,6 @@
 """Whatever the ratios of P's and D's blocks, D has the prompt's KV or has refused P.
 
-Two workers and their NIXL agents in one process, see tests/block_ratios.py; no server.
+Two workers and their NIXL agents in one process, see tests/programs/block_ratios.py; no server.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ Faults = dict[str, list[str]]
 
 @pytest.fixture(scope="module")
 def faults() -> Faults:
-    words = [sys.executable, "-m", "tests.block_ratios"]
+    words = [sys.executable, "-m", "tests.programs.block_ratios"]
     result = subprocess.run(words, capture_output=True, text=True, timeout=600)
     assert result.returncode == 0, result.stderr[-3000:]
     found: Faults = json.loads(result.stdout.splitlines()[-1])

@@ -23,8 +23,12 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 
-from tests.nixl_release import NixlAgentMetadata, NixlConnectorScheduler, NixlHandshakePayload
-from tests.nixl_worker import (
+from tests.support.nixl_release import (
+    NixlAgentMetadata,
+    NixlConnectorScheduler,
+    NixlHandshakePayload,
+)
+from tests.support.nixl_worker import (
     allocate,
     make_kv_cache_config,
     make_vllm_config,
@@ -33,7 +37,7 @@ from tests.nixl_worker import (
     surroundings,
     tiny_model,
 )
-from tests.stand_in_model import HEADS
+from tests.support.stand_in_model import HEADS
 
 SECONDS = 90  # until ranks that wait for each other are given up
 

@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 
-from tests.nixl_release import NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_worker import (
     ScriptedNixl,
     await_handshakes,
     connect,
@@ -24,7 +24,7 @@ from tests.nixl_worker import (
     script_handshake,
     step,
 )
-from tests.receive_machine import explore
+from tests.support.receive_machine import explore
 
 PROCESSING = (
     "sync_recved_kv_to_device",

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nixl_release import NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_worker import (
     agent_name,
     connect,
     hold,

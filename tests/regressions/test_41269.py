@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, body, serving
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, body, serving
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, _ = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)

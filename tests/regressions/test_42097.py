@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from tests.kv_landing import Deployment, Engines
-from tests.nixl_worker import nixl_of
+from tests.support.kv_landing import Deployment, Engines
+from tests.support.nixl_worker import nixl_of
 
 HYBRID = Deployment(2, 2, groups=("full", "mamba"))
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import pytest
 import vllm
 
-from tests.nixl_release import compute_nixl_compatibility_hash
-from tests.nixl_worker import make_vllm_config
+from tests.support.nixl_release import compute_nixl_compatibility_hash
+from tests.support.nixl_worker import make_vllm_config
 
 HashOf = Callable[[str], str]
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nixl_release import NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_worker import (
     agent_name,
     connect,
     lives,
@@ -19,7 +19,7 @@ from tests.nixl_worker import (
     receive,
     step,
 )
-from tests.receive_machine import explore
+from tests.support.receive_machine import explore
 
 CALLS = ("make_prepped_xfer", "transfer")
 

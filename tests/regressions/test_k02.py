@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.decode_engine import DecodeEngine, Step
-from tests.nixl_worker import (
+from tests.support.decode_engine import DecodeEngine, Step
+from tests.support.nixl_worker import (
     GroupKind,
     await_handshakes,
     connect,

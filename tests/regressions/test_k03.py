@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.nixl_worker import (
+from tests.support.nixl_worker import (
     await_handshakes,
     lives,
     make_worker,

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 import zmq
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_release import GET_META_MSG, NixlConnectorScheduler
-from tests.nixl_worker import connect, nixl_of, rank_key
-from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_release import GET_META_MSG, NixlConnectorScheduler
+from tests.support.nixl_worker import connect, nixl_of, rank_key
+from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS = next(iter(ENDPOINTS))
 PROMPT = range(40)  # three blocks of 16 tokens

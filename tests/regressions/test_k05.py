@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.idle_engine import IdleCore, IdleEngine
-from tests.nixl_worker import nixl_of, register_peer, script_handshake
-from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+from tests.support.idle_engine import IdleCore, IdleEngine
+from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
+from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS, CHAT, RESPONSES, _, GENERATE = ENDPOINTS
 

@@ -17,8 +17,8 @@ from unittest import mock
 
 import pytest
 
-from tests.nixl_release import NixlConnectorMetadata
-from tests.nixl_worker import make_worker, stamp
+from tests.support.nixl_release import NixlConnectorMetadata
+from tests.support.nixl_worker import make_worker, stamp
 
 LEASE = 480.0
 HOUR = 3600.0

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.kv_landing import Deployment, Engines
-from tests.nixl_worker import GroupKind, connect, make_worker, nixl_of
+from tests.support.kv_landing import Deployment, Engines
+from tests.support.nixl_worker import GroupKind, connect, make_worker, nixl_of
 
 
 def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.serving_app import REMOTE, Server, body, serving
+from tests.support.serving_app import REMOTE, Server, body, serving
 
 PATH = "/v1/completions"
 BATCH = "/v1/chat/completions/batch"

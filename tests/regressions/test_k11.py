@@ -9,8 +9,8 @@ import pytest
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
 
 PROMPT = list(range(40))
 

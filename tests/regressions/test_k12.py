@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.side_channel import Fleet, silent
+from tests.support.side_channel import Fleet, silent
 
 
 @pytest.fixture

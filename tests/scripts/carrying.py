@@ -60,8 +60,8 @@ _FILES = {
     "CHANGELOG.md": "- 1: this\n- 2: that\n",
     "tests/regressions/test_1.py": _TEST.format("work2"),
     "tests/regressions/test_2.py": _TEST.format("work9"),
-    "tests/vllm_cpu.py": "",
-    "tests/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
+    "tests/support/vllm_cpu.py": "",
+    "tests/programs/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
     HOOKED: "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
     "vllm_overlay/distributed/__init__.py": "",
     "vllm_overlay/distributed/kv_transfer/__init__.py": "",
@@ -78,7 +78,7 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
     write(made.folder, _FILES)
     change(
         made.folder / "scripts" / "commands" / "lint.py",
-        "[*code_faults(), *patch_set_faults()]",
+        "[*code_faults(), *patch_set_faults(), *figure_faults()]",
         "[*patch_set_faults()]",
     )
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:

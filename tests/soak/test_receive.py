@@ -1,4 +1,4 @@
-"""The state machine of `tests.receive_machine`, long, on both sides (`nox -s soak`)."""
+"""The state machine of `tests.support.receive_machine`, long, on both sides (`nox -s soak`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.receive_machine import Fault, explore
+from tests.support.receive_machine import Fault, explore
 
 STEPS = 100_000
 REFUSALS: tuple[Fault, ...] = ("posting",)

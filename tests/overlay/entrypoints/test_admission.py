@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from vllm.engine.protocol import EngineClient
 
-from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, _ = ENDPOINTS
 

@@ -1,6 +1,6 @@
 """Every refusal, endpoint, streamed or not: told once; not after admission or before a retry.
 
-Over vLLM's real application (see `tests.serving_app`); what the engine core is sent decides.
+Over vLLM's real application (`tests.support.serving_app`); what the engine core is sent decides.
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from packaging.version import Version
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from tests.lying_params import lying_params
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Answer, Server, body, serving
+from tests.support.lying_params import lying_params
+from tests.support.serving_app import (
+    ENDPOINTS,
+    MAX_MODEL_LEN,
+    REMOTE,
+    Answer,
+    Server,
+    body,
+    serving,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,

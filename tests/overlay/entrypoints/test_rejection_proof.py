@@ -14,7 +14,7 @@ import pytest
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine import EngineCoreRequest
 
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body, serving
+from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body, serving
 from vllm_overlay.entrypoints import rejection
 from vllm_overlay.v1.engine.admission import current_exchange
 

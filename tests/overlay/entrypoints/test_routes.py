@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, body, serving
+from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, body, serving
 from vllm_overlay.entrypoints.rejection import KVTransferRoute
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS

@@ -11,7 +11,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.serving_app import REMOTE, body, serving
+from tests.support.serving_app import REMOTE, body, serving
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
 

@@ -11,7 +11,7 @@ from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from tests.serving_app import REMOTE
+from tests.support.serving_app import REMOTE
 from vllm_overlay.v1.engine.fanout import RemembersTransfer, transfer_done, transfer_once
 
 

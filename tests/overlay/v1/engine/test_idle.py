@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from tests.idle_engine import IdleCore, IdleEngine
-from tests.nixl_worker import nixl_of, register_peer, script_handshake
+from tests.support.idle_engine import IdleCore, IdleEngine
+from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
 
 LOOPS = [EngineCoreProc, DPEngineCoreProc]
 

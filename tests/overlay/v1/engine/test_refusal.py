@@ -11,9 +11,9 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest, EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
-from tests.serving_app import REMOTE
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+from tests.support.serving_app import REMOTE
 
 if not hasattr(EngineCoreProc, "_handle_request_validation_error"):
     pytest.skip("the engine core validates nothing there", allow_module_level=True)

@@ -9,9 +9,9 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCore
 
-from tests.idle_engine import IdleEngine
-from tests.nixl_worker import connect, nixl_of
-from tests.serving_app import ENDPOINTS, REMOTE, body, serving
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS = next(iter(ENDPOINTS))
 OFFER = {**REMOTE, "remote_block_ids": [[1]]}

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from vllm.v1.request import RequestStatus
 
-from tests.decode_engine import DecodeEngine, Step
-from tests.nixl_worker import GroupKind, connect, nixl_of
+from tests.support.decode_engine import DecodeEngine, Step
+from tests.support.nixl_worker import GroupKind, connect, nixl_of
 
 LAYOUTS: list[tuple[GroupKind, ...]] = [("full",), ("sliding",), ("full", "sliding")]
 

@@ -15,7 +15,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
     SOON,

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
-from tests.kv_landing import Deployment, Engines
-from tests.nixl_worker import GroupKind, make_worker, nixl_of, peer_metadata
+from tests.support.kv_landing import Deployment, Engines
+from tests.support.nixl_worker import GroupKind, make_worker, nixl_of, peer_metadata
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import blocks
 
 GROUPS: list[tuple[GroupKind, ...]] = [

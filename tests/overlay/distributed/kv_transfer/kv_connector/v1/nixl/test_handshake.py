@@ -11,8 +11,8 @@ import msgspec
 import pytest
 import zmq
 
-from tests.nixl_release import NixlConnectorWorker
-from tests.nixl_worker import (
+from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_worker import (
     agent_name,
     await_handshakes,
     connect,

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.nixl_release import NixlConnectorMetadata
-from tests.nixl_worker import nixl_of, rank_key, step
-from tests.side_channel import Fleet, silent
+from tests.support.nixl_release import NixlConnectorMetadata
+from tests.support.nixl_worker import nixl_of, rank_key, step
+from tests.support.side_channel import Fleet, silent
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import notifications
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     MAX_PEERS,

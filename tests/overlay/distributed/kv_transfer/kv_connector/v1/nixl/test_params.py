@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.serial_utils import MsgpackEncoder
 
-from tests.lying_params import GOOD
+from tests.support.lying_params import GOOD
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_BLOCK_ID,
     MAX_TP_SIZE,

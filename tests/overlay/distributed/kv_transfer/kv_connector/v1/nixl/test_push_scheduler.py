@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from tests.lying_params import GOOD, lying_params
-from tests.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.support.lying_params import GOOD, lying_params
+from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 
 push_scheduler = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"

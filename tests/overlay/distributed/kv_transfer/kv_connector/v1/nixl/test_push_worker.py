@@ -1,6 +1,6 @@
 """Our fixes where P writes into D's blocks (`NixlPushConnector`): what acts there, and rightly.
 
-Two real workers, as in `tests.kv_landing`: D says which blocks it has, P writes.
+Two real workers, as in `tests.support.kv_landing`: D says which blocks it has, P writes.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import torch
 
-from tests.nixl_release import NixlAgentMetadata, NixlConnectorMetadata
-from tests.nixl_worker import lives, make_worker, nixl_of, raising, stamp
+from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata
+from tests.support.nixl_worker import lives, make_worker, nixl_of, raising, stamp
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
     forgets_whom_it_loses,
 )

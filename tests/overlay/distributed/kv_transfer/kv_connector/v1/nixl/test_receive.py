@@ -1,8 +1,8 @@
 """The receive of a request's KV: everything that can go wrong with it, in any order.
 
-The state machine (`tests.receive_machine`) drives a patched worker. A checker that finds nothing
-is worth something only if it finds what is there: each mutant below breaks one promise, and the
-same machine has to notice.
+The state machine (`tests.support.receive_machine`) drives a patched worker. A checker that finds
+nothing is worth something only if it finds what is there: each mutant below breaks one promise, and
+the same machine has to notice.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.request import RequestStatus
 
-from tests.decode_engine import DecodeEngine
-from tests.nixl_worker import (
+from tests.support.decode_engine import DecodeEngine
+from tests.support.nixl_worker import (
     agent_name,
     await_handshakes,
     connect,
@@ -33,7 +33,7 @@ from tests.nixl_worker import (
     script_handshake,
     step,
 )
-from tests.receive_machine import explore
+from tests.support.receive_machine import explore
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
     AwaitedReceives,
     FailedReceive,

@@ -14,9 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.idle_engine import IdleEngine
-from tests.lying_params import GOOD, lying_params
-from tests.nixl_worker import PACKED, GroupKind, connect, nixl_of
+from tests.support.idle_engine import IdleEngine
+from tests.support.lying_params import GOOD, lying_params
+from tests.support.nixl_worker import PACKED, GroupKind, connect, nixl_of
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     peer_problem,

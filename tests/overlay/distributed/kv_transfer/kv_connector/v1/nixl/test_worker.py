@@ -6,7 +6,15 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
-from tests.nixl_worker import agent_name, connect, make_worker, nixl_of, raising, receive, step
+from tests.support.nixl_worker import (
+    agent_name,
+    connect,
+    make_worker,
+    nixl_of,
+    raising,
+    receive,
+    step,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.worker import notify_skipped_ranks
 
 REMOTE = RemoteMeta(block_ids=([5, 6],), host="h", port=1, engine_id="P", request_id="req:p")
