@@ -6,6 +6,7 @@ release as stock and as patched have it.
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from pathlib import Path
@@ -227,3 +228,23 @@ def test_an_exception_of_the_releases_own_fails_a_test_and_shows_no_behaviour(
     )
     assert faults == []
     assert sorted(outcome.raised for outcome in beside.values()) == ["release", "test"]
+
+
+def test_no_helper_asserts_on_a_tests_behalf() -> None:
+    """What lies in tests/pd/plugin runs within the server."""
+    folders = [ROOT / "tests" / name for name in ("support", "programs", "parity", "pd")]
+    helpers = [
+        path
+        for folder in folders
+        for path in folder.glob("*.py")
+        if not path.name.startswith("test_")
+    ]
+    assert len(helpers) > 20
+    asserting = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in helpers
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Assert)
+        or (isinstance(node, ast.Raise) and "AssertionError" in ast.unparse(node))
+    ]
+    assert asserting == []
