@@ -4,15 +4,16 @@ For each release, in one environment: the tests of tests/regressions run on the 
 on the patched wheel that is installed in its place, and then, for each fix, on the stock files
 with that fix alone (and what it depends on). A fix passes only if
 
-- each of its tests fails on stock, and at least one by an assertion of ours about behaviour;
+- each of its tests fails on stock, and at least one by an assertion of its own file;
 - each passes on the patched wheel;
 - alone, it turns its own tests and those of what it depends on, and nobody else's.
 
 A release also has to answer the handshake with one hash, stock or patched, for a fleet is rolled
 engine by engine. Where the registry says that a release does not have the defect, or not the part
-that a test is about (`spared`), the tests have to pass on stock. A test that errors or is skipped
-proves nothing and fails the session. A fix that has no patch there on purpose (`unpatched`) is left
-out; where that is so of a part of it, the part's tests are.
+that a test is about (`spared`), the tests have to pass on stock. A test that is skipped, or that
+errors, be it in a helper of the tests, proves nothing and fails the session on either side. A fix
+that has no patch there on purpose (`unpatched`) is left out; where that is so of a part of it, the
+part's tests are.
 """
 
 from __future__ import annotations

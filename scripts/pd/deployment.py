@@ -17,7 +17,7 @@ from scripts.pd.picture import draw
 from scripts.project import REPORTS, ROOT, project
 from scripts.prove.environment import stage
 from scripts.prove.outcomes import Outcome, outcomes_of
-from scripts.prove.pytest import WHOLE_RUN
+from scripts.prove.pytest import RAISED, WHOLE_RUN
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 
@@ -55,8 +55,8 @@ def run_side(environment: PdEnvironment, side: str, expression: str | None) -> P
     log = logs / "pytest.jsonl"
     result = run(
         [
-            environment.python, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:asyncio",
-            "-v", "--no-header",
+            environment.python, "-m", "pytest", "-p", RAISED,
+            "-p", "no:cacheprovider", "-p", "no:asyncio", "-v", "--no-header",
             "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT,
             "-o", f"timeout={_TEST_S}", "--report-log", log,
             *(["-k", expression] if expression else []),
@@ -99,14 +99,21 @@ def faults_of(
 ) -> Iterator[str]:
     """Yield each outcome that is not what it has to be."""
     for node, scenario in scenarios.items():
+        again = f"nox -s pd -- {release} -k {node.rpartition('::')[2].partition('[')[0]}"
         affected = any(registry.fix(fix_id).affects(release) for fix_id in scenario.shows)
         for side, outcome in scenario.outcomes.items():
             expected = "failed" if affected and side == "stock" else "passed"
             if outcome.result != expected:
                 where = f" ({outcome.place}: {outcome.message})" if outcome.place else ""
-                yield f"{side}: {node} {outcome.result}, expected {expected}{where}"
+                said = f"{side}: {node} {outcome.result}, expected {expected}{where}"
+                if outcome.raised == "harness":
+                    said += "; that is the tests' own harness: mend it, then " + again
+                yield said
             elif expected == "failed" and not outcome.is_assertion:
-                yield f"{side}: {node} failed elsewhere: {outcome.place} {outcome.message}"
+                yield (
+                    f"{side}: {node} failed elsewhere: {outcome.place} {outcome.message}; expected "
+                    f"an assertion of its own file; see to that, then {again}"
+                )
         if "patched" in sides and "patched" not in scenario.outcomes:
             yield f"{node} did not run on patched"
 

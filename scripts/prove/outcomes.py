@@ -1,4 +1,10 @@
-"""What became of each test of a run of pytest."""
+"""What became of each test of a run of pytest, and who says so.
+
+A failure shows a defect only where the test's own file asserts it: `Outcome.is_assertion`. Where
+the release itself raised, the test failed, and no more is known. What the tests' own helpers
+raise says nothing of the release, so it is an error on every side: `raised` "harness", as the
+plugin `tests.support.raised` tells them apart.
+"""
 
 from __future__ import annotations
 
@@ -10,29 +16,34 @@ from typing import Any
 
 from scripts.project import ROOT
 
-_OURS = ("tests/", ".work/stage/tests/")  # a test file, and what it imports: `environment.stage`
-
 
 @dataclass(frozen=True)
 class Outcome:
     """What became of one test.
 
     Attributes:
-        result: "passed", "failed", "skipped", or "error" (in collection, set-up or tear-down).
+        result: "passed", "failed", "skipped", or "error" (in collection, set-up or tear-down, or
+            where the tests' own harness broke down).
         place: `file:line` where it ended badly, relative to the repository where it lies there.
         message: First line of what was said there.
+        raised: Who raised what it ended with: "test", "release", "harness", or "" where that was
+            not noted.
     """
 
     result: str
     place: str = ""
     message: str = ""
+    raised: str = ""
 
     @property
     def is_assertion(self) -> bool:
-        """Whether it failed because a test of ours saw other behaviour than it expects."""
-        ours = self.place.startswith(_OURS)
+        """Whether it failed because the test's own file saw other behaviour than it expects."""
+        if self.result != "failed" or self.raised:
+            return self.result == "failed" and self.raised == "test"
+        # A record from before that was noted. A run imports helpers by way of `environment.stage`,
+        # so that only a test's own file lies below tests/.
         said = self.message.startswith(("AssertionError", "assert ", "Failed: "))
-        return self.result == "failed" and ours and said
+        return said and self.place.startswith("tests/")
 
 
 Outcomes = dict[str, Outcome]
@@ -65,7 +76,9 @@ def outcomes_of(log: Path, root: Path = ROOT) -> dict[str, Outcome]:
             found[row["nodeid"]] = Outcome("skipped", "", str(why)[:200])
         else:
             place, message = _crash(row.get("longrepr"), root)
-            found[row["nodeid"]] = Outcome("failed" if calls else "error", place, message)
+            raised = row.get("raised", "") if calls else "harness"
+            result = "error" if raised == "harness" else "failed"
+            found[row["nodeid"]] = Outcome(result, place, message, raised)
     return found
 
 

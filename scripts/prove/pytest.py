@@ -11,6 +11,8 @@ from scripts.prove.outcomes import Outcome, outcomes_of
 from scripts.system.process import Finished, run
 
 PLUGIN = "tests.support.vllm_cpu"
+RAISED = "tests.support.raised"
+"""The plugin that notes who raised what a test failed with."""
 WHOLE_RUN = (0, 1)
 """Exit codes of pytest when all that was collected has run."""
 
@@ -36,7 +38,7 @@ def run_pytest(
     if result.returncode not in WHOLE_RUN or not outcomes:
         said = (result.stdout + result.stderr).strip()[-2000:]
         message = f"pytest ended with {result.returncode}: {said}"
-        outcomes.update((path, Outcome("error", "", message)) for path in paths)
+        outcomes.update((path, Outcome("error", "", message, "harness")) for path in paths)
     return outcomes
 
 
@@ -51,7 +53,8 @@ def start_pytest(
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
     return run(
         [
-            environment.python, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider",
+            environment.python, "-m", "pytest", "-p", PLUGIN, "-p", RAISED,
+            "-p", "no:cacheprovider",
             "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
         ],
         cwd=stage(),

@@ -1,4 +1,10 @@
-"""The tests of the fixes on one release: on stock, on patched, and with each fix alone."""
+"""The tests of the fixes on one release: on stock, on patched, and with each fix alone.
+
+Each test of a fix has to fail on an affected stock release, and one at least by an assertion of its
+own file: only that counts as "fails on stock" (`Outcome.is_assertion`). An exception of the
+release's own fails a test too. What the tests' harness raises is an error, and a fault of the
+session on whichever side it happens, stock included.
+"""
 
 from __future__ import annotations
 
@@ -134,16 +140,21 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
     yield from _unlike_stock(
         verdict.fix, "stock", verdict.stock, registry.fixes[verdict.fix], release
     )
-    yield from _unlike(verdict.fix, "patched", verdict.patched, "passed")
+    yield from _unlike(verdict.fix, "patched", verdict.patched, "passed", release)
     if not verdict.affected:
         return
     if not any(outcome.is_assertion for outcome in verdict.stock.values()):
-        yield f"{verdict.fix}: no test fails on stock by an assertion about behaviour"
+        seen = sorted({f"{o.result} ({o.raised or '-'})" for o in verdict.stock.values()})
+        yield (
+            f"{verdict.fix}: no test fails on stock by an assertion about behaviour in its own "
+            f"file; found {', '.join(seen) or 'no test'}, expected one at least that failed "
+            f"(test); {_again(verdict.fix, release)}"
+        )
     turned = registry.with_dependencies({verdict.fix})
     for fix in fixes:
         own = of_fix(fix, release, verdict.alone)
         if fix.id in turned:
-            yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed")
+            yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed", release)
         elif fix.affects(release):
             yield from _unlike_stock(verdict.fix, f"alone, tests of {fix.id}", own, fix, release)
 
@@ -153,22 +164,32 @@ def _unlike_stock(
 ) -> Iterator[str]:
     """Yield which tests of `fix` do not do what they do without it."""
     if not fix.affects(release):
-        yield from _unlike(name, side, outcomes, "passed")
+        yield from _unlike(name, side, outcomes, "passed", release)
         return
     failing = dict(outcomes)
     for test in fix.spared_on(release):
         passing = {node: failing.pop(node) for node in outcomes if is_of(node, test)}
-        yield from _unlike(name, f"{side}, spared {test}", passing, "passed")
-    yield from _unlike(name, side, failing, "failed")
+        yield from _unlike(name, f"{side}, spared {test}", passing, "passed", release)
+    yield from _unlike(name, side, failing, "failed", release)
 
 
-def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str) -> Iterator[str]:
+def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str, release: str) -> Iterator[str]:
     if not outcomes:
         yield f"{fix}, {side}: no test ran"
     for node, outcome in outcomes.items():
         if outcome.result != expected:
             where = f" ({outcome.place}: {outcome.message})" if outcome.place else ""
-            yield f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
+            said = f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
+            if outcome.raised == "harness":
+                said += (
+                    "; that is the tests' own harness, which says nothing of the release: mend it, "
+                    f"then {_again(fix, release)}"
+                )
+            yield said
+
+
+def _again(fix: str, release: str) -> str:
+    return f"nox -s regressions -- {release} --fix {fix}"
 
 
 def write_report(proof: ReleaseVerdict) -> None:

@@ -64,9 +64,9 @@ def on_record(release: str, fixes: Sequence[Fix]) -> dict[str, Stock]:
 def judge(fix: Fix, release: str, outcomes: Mapping[str, Outcome]) -> Stock:
     """Return what the outcomes of the tests of `fix`, by node id, say of `release`.
 
-    A test that errors, is skipped, or fails where none of its own assertions does, says nothing:
-    an interface may have moved. Tests that the registry spares on an affected release have to pass
-    there, and say no more.
+    Where a test errors (its harness broke down) or is skipped, or none fails by an assertion of
+    its own file, they say nothing: an interface may have moved. Tests that the registry spares on
+    an affected release have to pass there, and say no more.
     """
     spared = fix.spared_on(release) if fix.affects(release) else ()
     own = [

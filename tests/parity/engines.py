@@ -25,6 +25,7 @@ from tests.support.decode_engine import DecodeEngine
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_release import NixlAgentMetadata
 from tests.support.nixl_worker import (
+    EngineDiedError,
     connect,
     make_worker,
     nixl_of,
@@ -82,7 +83,7 @@ def receives(kind: str) -> Observed:
         blocks = [_blocks(group, tokens, alone=len(groups) == 1) for group in groups]
         try:
             observed[f"{tokens} tokens"] = _life(engine, f"req-{tokens}", tokens, blocks)
-        except AssertionError as error:
+        except EngineDiedError as error:
             observed[f"{tokens} tokens"] = said(error)
     return observed
 

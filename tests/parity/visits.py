@@ -15,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
 from tests.parity.scenario import LeftOutError, Observed, at_least, scrubbed
 from tests.support import serving_app
+from tests.support.harness import HarnessError
 from tests.support.serving_app import Answer, ScriptedCore, Server
 
 CONNECTORS = (
@@ -80,7 +81,7 @@ async def visit(
         if messages:
             return messages.pop()
         await asyncio.Event().wait()  # the client stays
-        raise AssertionError
+        raise HarnessError("a client that is gone", "one that stays")
 
     async def send(message: dict[str, Any]) -> None:
         if message["type"] == "http.response.start":

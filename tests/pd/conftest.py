@@ -13,9 +13,9 @@ What a test module takes:
 - `note`: `note(name=value)` puts a measured figure into the report.
 
 A test that shows defects names their fixes: `@pytest.mark.shows("41269", "K05")`. It has to fail on
-the stock wheel of every release that one of them affects, by an assertion in tests/pd, and to pass
-on the patched one. A test without that mark has to pass on both. `@pytest.mark.patched_only` leaves
-a test out of the stock side.
+the stock wheel of every release that one of them affects, by an assertion of its own file, and to
+pass on the patched one. A server that does not come up is an error on either side. A test without
+that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side.
 """
 
 from __future__ import annotations

@@ -124,9 +124,12 @@ def ask(d: Server, prompt: str, params: Params) -> httpx.Response:
     return d.post("/v1/completions", body(prompt, TOKENS, kv_transfer_params=params))
 
 
-def assert_served(d: Server, prompt: str, params: Params, plain: Plain) -> None:
-    """D answers with the tokens of a plain server, wherever the KV came from."""
+def served(d: Server, prompt: str, params: Params) -> list[list[int]] | str:
+    """Return the tokens of each choice that `d` answers with, wherever the KV came from.
+
+    Where there are none, or D has answered and is gone, return what happened instead.
+    """
     answer = ask(d, prompt, params)
-    assert answer.status_code == 200, f"{answer.status_code}: {answer.text}"
-    assert tokens_of(answer.json()) == [plain[prompt]]
-    assert d.healthy, "D answered, and is gone"
+    if answer.status_code != 200:
+        return f"{answer.status_code}: {answer.text}"
+    return tokens_of(answer.json()) if d.healthy else "D answered, and is gone"

@@ -10,6 +10,7 @@ import httpx
 
 from tests.pd.machine import Group, free_ports
 from tests.pd.server import Server, client
+from tests.support.harness import HarnessError
 
 _START_S = 240.0
 
@@ -40,7 +41,8 @@ class Router:
         deadline = time.monotonic() + _START_S
         while not self._healthy():
             if not self._group.alive or time.monotonic() >= deadline:
-                raise RuntimeError(f"no router:\n{log.read_text(errors='replace')[-2000:]}")
+                words = log.read_text(errors="replace")[-2000:]
+                raise HarnessError(f"no router:\n{words}", f"an answer at {self.url}")
             time.sleep(0.1)
 
     def __enter__(self) -> Router:

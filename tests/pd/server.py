@@ -19,6 +19,7 @@ from pathlib import Path
 import httpx
 
 from tests.pd.machine import Group, cores, free_ports
+from tests.support.harness import HarnessError
 
 BLOCKS = 256
 """Blocks of a server's KV cache; one of them is vLLM's own null block."""
@@ -154,15 +155,15 @@ class Server:
         """Wait until it answers.
 
         Raises:
-            RuntimeError: It ended, or did not come up in `patience` seconds; with its last words.
-                No AssertionError: that is how a scenario says that it has seen the defect.
+            HarnessError: It ended, or did not come up in `patience` seconds; with its last words.
         """
         deadline = time.monotonic() + patience
         while not self.healthy:
             if not self.alive:
-                raise RuntimeError(f"{self.name} ended while it started:\n{self.tail()}")
+                raise HarnessError(f"{self.name} ended:\n{self.tail()}", "that it starts")
             if time.monotonic() >= deadline:
-                raise RuntimeError(f"{self.name} is not up:\n{self.tail()}")
+                said = f"{self.name} is not up after {patience:.0f} s:\n{self.tail()}"
+                raise HarnessError(said, f"an answer at {self.url}")
             time.sleep(0.2)
         return self
 

@@ -11,6 +11,8 @@ import sys
 
 import pytest
 
+from tests.support.harness import HarnessError
+
 Faults = dict[str, list[str]]
 
 
@@ -18,7 +20,8 @@ Faults = dict[str, list[str]]
 def faults() -> Faults:
     words = [sys.executable, "-m", "tests.programs.block_ratios"]
     result = subprocess.run(words, capture_output=True, text=True, timeout=600)
-    assert result.returncode == 0, result.stderr[-3000:]
+    if result.returncode != 0:
+        raise HarnessError(f"it ended with {result.returncode}: {result.stderr[-3000:]}", "0")
     found: Faults = json.loads(result.stdout.splitlines()[-1])
     return found
 

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from tests.pd.client import body, gone_p, lying_p, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note, Plain, Start, ask, assert_served
+from tests.pd.deployment import TOKENS, Deployment, Note, Plain, Start, ask, served
 from tests.pd.server import Server
 
 RUNNING = 4
@@ -52,9 +52,9 @@ def test_recompute_after_a_failed_handshake(
     with undisturbed(pd.d, prompts, plain):
         params = FAILURES[failure](pd.stale(), "recompute")
         for prompt in islice(prompts, 2):  # the second one meets what the first has left
-            assert_served(pd.d, prompt, params, plain)
+            assert served(pd.d, prompt, params) == [plain[prompt]]
     prompt = next(prompts)
-    assert_served(pd.d, prompt, prefill(pd.p, prompt), plain)
+    assert served(pd.d, prompt, prefill(pd.p, prompt)) == [plain[prompt]]
 
 
 @pytest.mark.shows("40364")
@@ -74,7 +74,7 @@ def test_fail_after_a_failed_handshake(
                 assert d.healthy, f"D is gone after {failure}: {answer.status_code}"
                 assert answer.status_code >= 400, f"{failure} was answered: {answer.text}"
         prompt = next(prompts)
-        assert_served(d, prompt, prefill(pd.p, prompt), plain)
+        assert served(d, prompt, prefill(pd.p, prompt)) == [plain[prompt]]
         note(answers=answers)
 
 
@@ -110,12 +110,12 @@ def test_a_request_of_a_p_that_was_started_anew(
         pd.d.wait_ready()
     known, old, new = islice(prompts, 3)
     if acquainted:
-        assert_served(pd.d, known, prefill(pd.p, known), plain)
+        assert served(pd.d, known, prefill(pd.p, known)) == [plain[known]]
     params = prefill(pd.p, old)
     pd.restart_p_in_place()
-    assert_served(pd.d, old, params, plain)
+    assert served(pd.d, old, params) == [plain[old]]
     moved = pd.d.metric("nixl_bytes_transferred_sum")
-    assert_served(pd.d, new, prefill(pd.p, new), plain)
+    assert served(pd.d, new, prefill(pd.p, new)) == [plain[new]]
     moved = pd.d.metric("nixl_bytes_transferred_sum") - moved
     note(bytes_moved_from_the_new_p=moved)
     assert moved > 0
@@ -126,7 +126,7 @@ def test_p_is_killed_during_a_transfer(
 ) -> None:
     """P hangs while D reads from it, and is then killed: no orderly end of anything."""
     known, lost = islice(prompts, 2)
-    assert_served(pd.d, known, prefill(pd.p, known), plain)  # they have shaken hands
+    assert served(pd.d, known, prefill(pd.p, known)) == [plain[known]]  # they have shaken hands
     params = prefill(pd.p, lost)
     with undisturbed(pd.d, prompts, plain):
         pd.p.freeze()

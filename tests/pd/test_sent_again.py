@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.pd.client import Params, body, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Plain, Start, ask, assert_served
+from tests.pd.deployment import TOKENS, Deployment, Plain, Start, ask, served
 from tests.pd.model import CONTEXT
 from tests.pd.server import Server
 
@@ -57,7 +57,7 @@ def test_a_refused_request_that_is_put_right_gets_its_own_tokens(
     answer = refused(pd.d, prompt, params)
     assert answer.status_code >= 400, f"it was served: {answer.text}"
     others()
-    assert_served(pd.d, prompt, params, plain)
+    assert served(pd.d, prompt, params) == [plain[prompt]]
 
 
 @pytest.mark.shows("K11")
@@ -69,7 +69,7 @@ def test_a_request_that_was_served_and_is_sent_again_gets_its_own_tokens(
     params = prefill(pd.p, prompt)
     assert tokens_of(ask(pd.d, prompt, params).json()) == [plain[prompt]]
     others()
-    assert_served(pd.d, prompt, params, plain)
+    assert served(pd.d, prompt, params) == [plain[prompt]]
 
 
 @pytest.mark.parametrize("several", ["--api-server-count", "--data-parallel-size"])

@@ -19,6 +19,7 @@ vllm_cpu.prepare()
 
 from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402 - the platform comes first
 
+from tests.support.harness import HarnessError  # noqa: E402
 from tests.support.kv_landing import Deployment, Engines  # noqa: E402
 from tests.support.nixl_agents import REAL, await_finished  # noqa: E402
 from tests.support.nixl_worker import hold, receive  # noqa: E402
@@ -40,6 +41,10 @@ def every_ratio(deployment: Deployment) -> list[Deployment]:
     ]
 
 
+class TransferError(Exception):
+    """D has not received what it asked for."""
+
+
 class RealEngines(Engines):
     """Two engines whose agents move the bytes."""
 
@@ -54,8 +59,10 @@ class RealEngines(Engines):
                     part.zero_()
         hold(self.prefill, "req-p")
         receive(self.decode, local_blocks=ours, remote_blocks=theirs)
-        assert await_finished(self.decode) == (set(), {"req-d"})
-        assert not self.decode.get_block_ids_with_load_errors(), "the read failed"
+        if (reported := await_finished(self.decode)) != (set(), {"req-d"}):
+            raise TransferError(f"D reports {reported}")
+        if lost := self.decode.get_block_ids_with_load_errors():
+            raise TransferError(f"the read of {lost} failed")
         return 1  # D's worker has post-processed what it received
 
     def close(self) -> None:
@@ -74,13 +81,17 @@ def faults(
         for seed, prompt in enumerate(prompts):
             for fault in engines.faults_of_a_prompt(*prompt, seed=seed):
                 yield f"prompt {prompt}: {fault}"
-            assert await_finished(engines.prefill) == ({"req-p"}, set())
+            if (reported := await_finished(engines.prefill)) != ({"req-p"}, set()):
+                yield f"prompt {prompt}: P reports {reported}"
+                return
+    except HarnessError:
+        raise
     except RuntimeError as refusal:
         # Hybrids are served whatever the ratios: theirs follow from TP sizes, not from a flag.
         must_serve = d.prefill_ratio == d.decode_ratio or "mamba" in d.groups
         if must_serve or "--block-size" not in str(refusal):
             yield f"refused: {refusal}"
-    except (AssertionError, IndexError, TimeoutError) as error:
+    except (AssertionError, IndexError, TimeoutError, TransferError) as error:
         yield f"{type(error).__name__}: {error}"
     finally:
         engines.close()

@@ -23,6 +23,7 @@ from vllm.config import set_current_vllm_config
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 
+from tests.support.harness import HarnessError
 from tests.support.nixl_release import (
     NixlAgentMetadata,
     NixlConnectorScheduler,
@@ -100,11 +101,12 @@ def run_engine(tp: int, pp: int, folder: Path) -> list[tuple[str, NixlHandshakeP
             waiting = [pipe for pipe, rank in ranks.items() if rank not in results]
             answered: list[Any] = wait(waiting, SECONDS)
             if not answered:
-                pytest.fail(f"these ranks hang: {[ranks[pipe] for pipe in waiting]}")
+                silent = [ranks[pipe] for pipe in waiting]
+                raise HarnessError(f"ranks {silent} say nothing for {SECONDS} s", "what they are")
             for pipe in answered:
                 result = pipe.recv()
                 if isinstance(result, str):
-                    pytest.fail(f"rank {ranks[pipe]} failed:\n{result}")
+                    raise HarnessError(f"rank {ranks[pipe]} ended:\n{result}", "what it is")
                 results[ranks[pipe]] = result
         for pipe in ranks:
             pipe.send("leave")
@@ -129,7 +131,8 @@ def test_every_rank_goes_by_the_id_that_the_scheduler_announces(
 ) -> None:
     ranks = run_engine(tp, pp, tmp_path)
     own_ids = [own_id for own_id, _ in ranks]
-    assert len(set(own_ids)) == tp * pp, "each node must come with an id of its own"
+    if len(set(own_ids)) != tp * pp:
+        raise HarnessError(f"the ids {own_ids}", "one for each node, or nothing is shown here")
 
     assert [announced_id(payload) for _, payload in ranks] == [own_ids[0]] * (tp * pp)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 
+from tests.support.harness import HarnessError
 from tests.support.kv_landing import Deployment, Engines
-from tests.support.nixl_worker import nixl_of
+from tests.support.nixl_worker import MismatchError, nixl_of
 
 HYBRID = Deployment(2, 2, groups=("full", "mamba"))
 
@@ -20,7 +21,7 @@ def faults(deployment: Deployment, tokens: int, state_tokens: int | None) -> lis
     engines.connect()
     try:
         return engines.faults_of_a_prompt(tokens)
-    except (AssertionError, IndexError) as error:
+    except (AssertionError, IndexError, MismatchError) as error:
         return [f"the worker died: {error!r}"]
 
 
@@ -45,7 +46,7 @@ def test_a_hybrid_gets_the_rest_of_the_prompt_after_a_prefix_hit() -> None:
             engines.connect()
             try:
                 found = engines.faults_of_a_prompt(tokens, hit)
-            except AssertionError as error:
+            except (AssertionError, MismatchError) as error:
                 found = [f"the worker died: {error!r}"]
             if found:
                 wrong[ratio, tokens, hit] = found
@@ -60,10 +61,12 @@ def test_a_hybrid_with_a_window_gets_the_prompts_kv_or_refuses_the_peer() -> Non
             try:
                 engines.connect()
                 found = engines.faults_of_a_prompt(tokens)
+            except HarnessError:
+                raise
             except RuntimeError as refusal:
                 assert "--block-size" in str(refusal)
                 found = [f"{read} after the refusal" for read in nixl_of(engines.decode).reads]
-            except (AssertionError, IndexError) as error:
+            except (AssertionError, IndexError, MismatchError) as error:
                 found = [f"the worker died: {error!r}"]
             if found:
                 wrong[ratios, tokens] = found
@@ -77,6 +80,8 @@ def test_hybrid_with_two_ratios_and_prefix_caching_is_refused() -> None:
     refusal = ""
     try:
         engines.connect()
+    except HarnessError:
+        raise
     except RuntimeError as error:
         refusal = str(error)
     assert "-prefix-caching" in refusal  # which option; it goes by two names

@@ -12,6 +12,7 @@ import pytest
 from tests.support.decode_engine import DecodeEngine, Step
 from tests.support.nixl_worker import (
     GroupKind,
+    attempt,
     await_handshakes,
     connect,
     nixl_of,
@@ -29,8 +30,8 @@ GROUPS: list[tuple[GroupKind, ...]] = [
 FAILURES = ("handshake", "posting", "reading")
 
 
-def lose_a_receive(engine: DecodeEngine, how: str) -> Step:
-    """Ask for "req-d", whose KV does not arrive."""
+def lose_a_receive(engine: DecodeEngine, how: str, then: int) -> list[Step]:
+    """Ask for "req-d", whose KV does not arrive, and take that step and `then` more."""
     if how == "handshake":
 
         def refuse(engine_id: str, tp_size: int) -> dict[int, str]:
@@ -47,9 +48,9 @@ def lose_a_receive(engine: DecodeEngine, how: str) -> Step:
     groups = engine.worker.kv_cache_config.kv_cache_groups
     is_state = [type(group.kv_cache_spec).__name__ == "MambaSpec" for group in groups]
     engine.ask("req-d", PROMPT, [[5] if state else [5, 6, 7] for state in is_state])
-    step = engine.step()
+    steps = [engine.step()]
     await_handshakes(engine.worker)
-    return step
+    return steps + [engine.step() for _ in range(then)]
 
 
 @pytest.mark.parametrize("how", FAILURES)
@@ -58,7 +59,8 @@ def test_with_recompute_the_whole_prompt_is_computed_here(
     groups: tuple[GroupKind, ...], how: str
 ) -> None:
     engine = DecodeEngine(groups=groups, policy="recompute")
-    steps = [lose_a_receive(engine, how), *(engine.step() for _ in range(4))]
+    steps = attempt(lose_a_receive, engine, how, then=4)
+    assert isinstance(steps, list)
     computed = [step.computed["req-d"] for step in steps if "req-d" in step.computed]
     assert computed[:1] == [(0, len(PROMPT))]
     assert [step.finished for step in steps if step.finished] == [{"req-d": "length"}]
@@ -71,7 +73,8 @@ def test_with_fail_the_request_ends_in_an_error_and_its_blocks_are_free(
 ) -> None:
     engine = DecodeEngine(groups=groups, policy="fail")
     everything = engine._reusable()
-    steps = [lose_a_receive(engine, how), *(engine.step() for _ in range(3))]
+    steps = attempt(lose_a_receive, engine, how, then=3)
+    assert isinstance(steps, list)
     assert [step.computed for step in steps if step.computed] == []
     assert [step.finished for step in steps if step.finished] == [{"req-d": "error"}]
     assert engine.scheduler.requests == {}

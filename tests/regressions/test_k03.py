@@ -10,8 +10,8 @@ from __future__ import annotations
 import pytest
 
 from tests.support.nixl_worker import (
+    attempt,
     await_handshakes,
-    lives,
     make_worker,
     receive,
     register_peer,
@@ -32,6 +32,6 @@ def test_a_failed_handshake_does_not_report_a_receive_without_blocks(progress: s
     script_handshake(worker, break_off)
     receive(worker, "rejected", local_blocks=[], remote_blocks=[[5], [6]])
     await_handshakes(worker)
-    assert lives(step, worker) == (set(), set())
+    assert attempt(step, worker) == (set(), set())
     assert worker.get_block_ids_with_load_errors() == set()
-    assert lives(step, worker) == (set(), set())
+    assert attempt(step, worker) == (set(), set())

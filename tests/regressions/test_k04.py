@@ -11,9 +11,11 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.decode_engine import Step
+from tests.support.harness import HarnessError
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_release import GET_META_MSG, NixlConnectorScheduler
-from tests.support.nixl_worker import connect, nixl_of, rank_key
+from tests.support.nixl_worker import attempt, connect, nixl_of, rank_key
 from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 COMPLETIONS = next(iter(ENDPOINTS))
@@ -62,9 +64,10 @@ def engine_with(params: object) -> IdleEngine:
 
 def assert_computed_here(engine: IdleEngine) -> None:
     """The request is answered from this engine's own KV, and leaves nothing behind."""
-    step = engine.step()
+    step = attempt(engine.step)
+    assert isinstance(step, Step)
     assert step.computed == {"bad": (0, len(PROMPT))}
-    assert engine.run()
+    assert attempt(engine.run) is True
     assert not engine.scheduler.requests
     assert nixl_of(engine.worker).reads == []
 
@@ -92,7 +95,7 @@ def assert_aborted_in_the_queue(name: str) -> None:
     """As every request that is rejected before admission ends."""
     engine = engine_with(changed({**UNREADABLE, **UNKNOWN}[name]))
     engine.abort("bad")
-    assert engine.run()
+    assert attempt(engine.run) is True
     assert not engine.scheduler.requests
     told = {"P/0": [b"at-p:1"]} if name in UNREADABLE else {}
     assert nixl_of(engine.worker).heard == told
@@ -157,7 +160,8 @@ def test_a_peer_that_asks_for_a_rank_that_p_does_not_have() -> None:
             daemon=True,
         )
         listener.start()
-        assert ready.wait(10)
+        if not ready.wait(10):
+            raise HarnessError("P does not listen after 10 s", f"a listener at port {port}")
         try:
             _ask(port, 7)
             assert _ask(port, 0) == b"rank 0"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
+from tests.support.harness import HarnessError
 from tests.support.idle_engine import IdleCore, IdleEngine
 from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
 from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
@@ -96,7 +97,8 @@ def test_an_idle_engine_goes_on_until_p_has_been_told() -> None:
     met = threading.Event()
 
     def shake_hands(engine_id: str, tp_size: int) -> dict[int, str]:
-        assert met.wait(10)
+        if not met.wait(10):
+            raise HarnessError("nobody let the handshake go on for 10 s", "`met.set()`")
         return register_peer(engine.worker, engine_id, tp_size)
 
     def leave() -> None:

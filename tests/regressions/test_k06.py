@@ -17,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from tests.support.harness import HarnessError
 from tests.support.nixl_release import NixlConnectorMetadata
 from tests.support.nixl_worker import make_worker, stamp
 
@@ -62,7 +63,8 @@ def test_worker_whose_clock_is_hours_off(hours: float) -> None:
     process.start()
     try:
         here.send_bytes(pickle.dumps(metadata_of_a_finished_prefill(), pickle.HIGHEST_PROTOCOL))
-        assert here.poll(60), "the worker's process said nothing"
+        if not here.poll(60):
+            raise HarnessError("the worker's process said nothing for 60 s", "what it lets go")
         at_once, before, after = here.recv()
     finally:
         process.kill()

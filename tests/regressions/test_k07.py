@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.support.harness import HarnessError
 from tests.support.kv_landing import Deployment, Engines
-from tests.support.nixl_worker import GroupKind, connect, make_worker, nixl_of
+from tests.support.nixl_worker import GroupKind, MismatchError, connect, make_worker, nixl_of
 
 
 def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
@@ -17,13 +18,15 @@ def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
     engines = Engines(deployment)
     try:
         engines.connect()
+    except HarnessError:
+        raise
     except RuntimeError as refusal:
         assert "--block-size" in str(refusal)
         assert nixl_of(engines.decode).reads == []
         return []
     try:
         return engines.faults_of_a_prompt(tokens, hit)
-    except (AssertionError, IndexError) as error:
+    except (AssertionError, IndexError, MismatchError) as error:
         return [f"the worker died: {error!r}"]
 
 

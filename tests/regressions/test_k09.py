@@ -10,14 +10,16 @@ import pytest
 
 from tests.support.nixl_release import NixlConnectorWorker
 from tests.support.nixl_worker import (
+    attempt,
     connect,
     hold,
-    lives,
     make_worker,
     nixl_of,
     raising,
     rank_key,
     receive,
+    received,
+    sent,
     step,
 )
 
@@ -47,7 +49,7 @@ def test_a_handle_that_cannot_be_released_does_not_take_back_what_has_arrived() 
     nixl = nixl_of(worker)
     nixl.on["release_xfer_handle"] = raising(BROKEN)
     nixl.finish(*nixl.reads)
-    assert lives(step, worker)[1] == {"req-d"}
+    assert received(worker) == {"req-d"}
     assert worker.get_block_ids_with_load_errors() == set()
     assert counted(worker, "num_failed_transfers") == 1
 
@@ -57,7 +59,7 @@ def test_telemetry_that_cannot_be_had_does_not_take_back_what_has_arrived() -> N
     nixl = nixl_of(worker)
     nixl.on["get_xfer_telemetry"] = raising(BROKEN)
     nixl.finish(*nixl.reads)
-    assert lives(step, worker)[1] == {"req-d"}
+    assert received(worker) == {"req-d"}
     assert worker.get_block_ids_with_load_errors() == set()
     assert counted(worker, "num_failed_transfers") == 1
     assert all(read.released for read in nixl.reads)
@@ -71,12 +73,12 @@ def test_a_failed_read_is_reported_when_its_handle_has_been_released(poll: objec
     nixl.on["release_xfer_handle"] = raising(BROKEN)
     # Until then it may write: some parts of it failed, others may be under way.
     for _ in range(3):
-        assert lives(step, worker) == (set(), set())
+        assert attempt(step, worker) == (set(), set())
     del nixl.on["release_xfer_handle"]
-    assert lives(step, worker)[1] == {"req-d"}
+    assert received(worker) == {"req-d"}
     assert all(read.released for read in nixl.reads)
     assert worker.get_block_ids_with_load_errors() == {1, 2}
-    assert lives(step, worker) == (set(), set())
+    assert attempt(step, worker) == (set(), set())
     assert nixl.misuse == []
 
 
@@ -85,11 +87,11 @@ def test_notifications_that_cannot_be_fetched_are_fetched_later() -> None:
     nixl = nixl_of(worker)
     hold(worker, "req-p")
     nixl.on["get_new_notifs"] = raising(BROKEN)
-    assert lives(step, worker) == (set(), set())
+    assert attempt(step, worker) == (set(), set())
     assert counted(worker, "num_failed_notifications") == 1
     del nixl.on["get_new_notifs"]
     nixl.inbox = {"D": [b"req-p:1"]}
-    assert lives(step, worker)[0] == {"req-p"}
+    assert sent(worker) == {"req-p"}
 
 
 @pytest.mark.parametrize("payload", SENSELESS)
@@ -99,7 +101,7 @@ def test_a_notification_that_makes_no_sense_is_dropped_and_the_others_are_not(
     worker = make_worker(engine_id="P", tp_size=2)
     hold(worker, "req-p")
     nixl_of(worker).inbox = {"D": [payload, GOOD]}
-    assert lives(step, worker)[0] == {"req-p"}
+    assert sent(worker) == {"req-p"}
     assert counted(worker, "num_failed_notifications") == 1
 
 
@@ -109,7 +111,7 @@ def test_a_worker_that_shuts_down_cleans_up_behind_a_handle_that_cannot_be_relea
     nixl = nixl_of(worker)
     nixl.on["release_xfer_handle"] = raising(BROKEN)
     try:
-        lives(worker.shutdown)
+        assert attempt(worker.shutdown) is None
         assert len(nixl.called("remove_remote_agent")) == 2
         assert nixl.called("deregister_memory")
     finally:

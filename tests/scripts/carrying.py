@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from scripts.patchset.registry import Registry
-from scripts.project import read_toml
+from scripts.project import ROOT, read_toml
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, registry_text, sdist_bytes, wheel_bytes, wheel_name
 from tests.scripts.repos import write
@@ -61,6 +61,10 @@ _FILES = {
     "tests/regressions/test_1.py": _TEST.format("work2"),
     "tests/regressions/test_2.py": _TEST.format("work9"),
     "tests/support/vllm_cpu.py": "",
+    **{
+        f"tests/support/{name}.py": (ROOT / "tests" / "support" / f"{name}.py").read_text()
+        for name in ("harness", "raised")
+    },
     "tests/programs/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
     HOOKED: "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
     "vllm_overlay/distributed/__init__.py": "",

@@ -27,7 +27,8 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from tests.support.nixl_worker import GroupKind, make_worker, nixl_of, peer_port
+from tests.support.harness import building
+from tests.support.nixl_worker import GroupKind, lives, make_worker, nixl_of, peer_port
 
 TOKEN = 7
 """The token that every request samples."""
@@ -57,6 +58,7 @@ class DecodeEngine:
         groups: what each KV-cache group holds.
     """
 
+    @building("a decode engine")
     def __init__(
         self,
         *,
@@ -122,12 +124,10 @@ class DecodeEngine:
         """Run one step of the engine.
 
         Raises:
-            AssertionError: the scheduler or the worker raised, which ends an engine.
+            EngineDiedError: the scheduler or the worker raised, which ends an engine. A test that
+                is about that asserts on `attempt`.
         """
-        try:
-            return self._step()
-        except Exception as error:
-            raise AssertionError(f"the engine dies of {error!r}") from error
+        return lives(self._step)
 
     def _step(self) -> Step:
         decided = self.scheduler.schedule()

@@ -22,6 +22,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.decode_engine import DecodeEngine, finished
+from tests.support.harness import HarnessError, building
 from tests.support.nixl_release import connector_module
 
 
@@ -32,6 +33,7 @@ class IdleEngine(DecodeEngine):
         connector: the worker's NIXL connector, around `worker`.
     """
 
+    @building("an engine that rests")
     def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**config)
         worker_class = self.worker.__class__.__name__
@@ -119,7 +121,8 @@ class IdleCore:
     def __exit__(self, *_: object) -> None:
         self.call(lambda: setattr(self.core, "shutdown_state", EngineShutdownState.REQUESTED))
         self._thread.join(10)
-        assert not self._thread.is_alive()
+        if self._thread.is_alive():
+            raise HarnessError("the engine's loop goes on after 10 s", "its end, as asked")
         if self._failed is not None:
             raise self._failed
 

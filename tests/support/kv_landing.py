@@ -18,6 +18,7 @@ import msgspec
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from tests.support.harness import HarnessError
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import (
     BESIDE,
@@ -97,7 +98,8 @@ class Engines:
     def connect(self) -> None:
         """Let D hear P's handshake payload. What D raises is its refusal."""
         payload = self.prefill.xfer_handshake_metadata
-        assert payload is not None
+        if payload is None:
+            raise HarnessError("P says nothing about itself", "a worker with registered caches")
         said = msgspec.msgpack.decode(payload.agent_metadata_bytes)
         if not self.deployment.stated:
             said.pop("physical_blocks_per_logical_kv_block", None)

@@ -36,7 +36,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from types import SimpleNamespace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 from unittest import mock
 
 import torch
@@ -62,6 +62,7 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
+from tests.support.harness import HarnessError, building, is_of_release
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
@@ -106,7 +107,8 @@ _AWAITING = (
 def topology_of(worker: NixlConnectorWorker) -> Any:  # noqa: ANN401 - named otherwise up to 0.19.1
     """What a worker with registered caches knows of tensor ranks, its own and its peers'."""
     topology = worker.kv_topo if hasattr(worker, "kv_topo") else worker.transfer_topo
-    assert topology is not None
+    if topology is None:
+        raise HarnessError("a worker without registered caches", "one from `make_worker`")
     return topology
 
 
@@ -159,6 +161,14 @@ class Read:
     released: bool = False
 
 
+class MismatchError(Exception):
+    """A read between blocks of different sizes, which NIXL refuses to make."""
+
+
+class UnscriptedError(HarnessError, AttributeError):
+    """The release wants something of NIXL that `ScriptedNixl` does not have."""
+
+
 class ScriptedNixl:
     """Stands in for NIXL's agent: records every call in order, does what the test says.
 
@@ -188,6 +198,11 @@ class ScriptedNixl:
         self._descs: dict[int, Any] = {}
         self._reads: dict[int, Read] = {}
 
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> None:
+            raise UnscriptedError(f"NIXL is asked for `{name}`", "what `ScriptedNixl` has")
+
     # For the test.
 
     def called(self, name: str) -> list[tuple[Any, ...]]:
@@ -210,7 +225,8 @@ class ScriptedNixl:
         ours, theirs = (self._descs[side] for side in read.sides)
         for to, source in zip(read.local, read.remote, strict=True):
             (target, size, _), (origin, offered, _) = ours[to], theirs[source]
-            assert size == offered, f"descriptors of {size} and {offered} bytes"
+            if size != offered:
+                raise MismatchError(f"descriptors of {size} and {offered} bytes")
             ctypes.memmove(int(target), int(origin), int(size))  # some releases make an array
 
     def in_flight(self) -> list[Read]:
@@ -367,6 +383,7 @@ def tiny_model(mla: bool) -> str:
     return str(folder)
 
 
+@building("a configuration of vLLM")
 def make_vllm_config(
     *,
     mla: bool = False,
@@ -494,6 +511,7 @@ def _spec(
     )
 
 
+@building("a configuration of KV caches")
 def make_kv_cache_config(
     groups: Sequence[GroupKind] = ("full",),
     *,
@@ -618,6 +636,7 @@ def surroundings(
         os.sched_setaffinity(0, cores)
 
 
+@building("a NIXL worker")
 def make_worker(
     *,
     engine_id: str = "D",
@@ -685,7 +704,8 @@ def make_worker(
 def nixl_of(worker: NixlConnectorWorker) -> ScriptedNixl:
     """The scripted NIXL under a worker that `make_worker` built."""
     nixl = worker.nixl_wrapper
-    assert isinstance(nixl, ScriptedNixl)
+    if not isinstance(nixl, ScriptedNixl):
+        raise HarnessError(f"a worker over {nixl!r}", "one over a `ScriptedNixl`")
     return nixl
 
 
@@ -868,13 +888,49 @@ def stamp(metadata: NixlConnectorMetadata) -> NixlConnectorMetadata:
     return metadata
 
 
+# ---------------------------------------------------------------- what becomes of the engine
+
+
+class EngineDiedError(Exception):
+    """The release raised where that ends the engine; `__cause__` is what it raised."""
+
+
 def lives(step: Callable[..., _Result], *args: Any, **kwargs: Any) -> _Result:  # noqa: ANN401
     """Return `step(*args, **kwargs)`, one of the calls out of which an exception ends the engine.
 
     Raises:
-        AssertionError: it raised.
+        EngineDiedError: the release raised. A test that is about that asserts on `attempt`.
+        HarnessError: something else did.
     """
     try:
         return step(*args, **kwargs)
+    except (EngineDiedError, HarnessError):
+        raise
     except Exception as error:
-        raise AssertionError(f"the engine dies of {error!r}") from error
+        if not is_of_release(error):
+            raise HarnessError(f"{error!r}", "calls that the release knows") from error
+        raise EngineDiedError(f"the engine dies of {error!r}") from error
+
+
+def attempt(
+    step: Callable[..., _Result],
+    *args: Any,  # noqa: ANN401
+    **kwargs: Any,  # noqa: ANN401
+) -> _Result | EngineDiedError:
+    """Return `step(*args, **kwargs)`, or how the engine died of it, which equals nothing else."""
+    try:
+        return lives(step, *args, **kwargs)
+    except EngineDiedError as died:
+        return died
+
+
+def sent(worker: NixlConnectorWorker) -> set[str] | EngineDiedError:
+    """One engine step with nothing new: requests done sending, or how the engine died."""
+    said = attempt(step, worker)
+    return said if isinstance(said, EngineDiedError) else said[0]
+
+
+def received(worker: NixlConnectorWorker) -> set[str] | EngineDiedError:
+    """One engine step with nothing new: requests done receiving, or how the engine died."""
+    said = attempt(step, worker)
+    return said if isinstance(said, EngineDiedError) else said[1]

@@ -42,11 +42,13 @@ from hypothesis.stateful import (
 
 from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import (
+    EngineDiedError,
     GroupKind,
     Read,
     agent_name,
     handshake_result,
     hold,
+    lives,
     make_worker,
     nixl_of,
     peer_metadata,
@@ -104,6 +106,10 @@ _OWNED_BY_MAIN = (
     "_reqs_to_process",
     "consumer_notification_counts_by_req",
 )
+
+
+class BrokenClaimError(Exception):
+    """The worker does not hold to what it is held to; a test asserts on `broken_claim`."""
 
 
 class BrokenError(RuntimeError):
@@ -298,7 +304,8 @@ class ReceiveMachine(RuleBasedStateMachine):
         return [asked for asked in self.asked if asked.blocks and not asked.reported]
 
     def _claim(self, claim: Claim, truth: bool, otherwise: str) -> None:
-        assert claim not in self.claims or truth, otherwise
+        if claim in self.claims and not truth:
+            raise BrokenClaimError(otherwise)
 
     # What happens.
 
@@ -419,10 +426,9 @@ class ReceiveMachine(RuleBasedStateMachine):
 
     def _lives(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         try:
-            return call(*args, **kwargs)
-        except Exception as error:
-            if "lives" in self.claims:
-                raise AssertionError(f"the engine dies of {error!r}") from error
+            return lives(call, *args, **kwargs)
+        except EngineDiedError as died:
+            self._claim("lives", False, str(died))
             return (set(), set()) if call == self.worker.get_finished else set()
         finally:
             # From K12 on another thread may have been given something to do.
@@ -530,7 +536,7 @@ def explore(
         How many steps were run.
 
     Raises:
-        AssertionError: a claim does not hold. Hypothesis prints the steps that lead there.
+        BrokenClaimError: a claim does not hold. Hypothesis prints the steps that lead there.
     """
 
     class Machine(ReceiveMachine):
@@ -558,3 +564,13 @@ def explore(
         ),
     )
     return Machine.steps
+
+
+def broken_claim(steps: int, *, faults: Collection[Fault], claims: Collection[Claim]) -> str:
+    """Run the machine as `explore` does, and return what first did not hold, and the steps that led
+    there; nothing where everything did."""
+    try:
+        explore(steps, faults=faults, claims=claims, shrink=False)
+    except BrokenClaimError as broken:
+        return "\n".join([str(broken), *getattr(broken, "__notes__", ())])
+    return ""

@@ -57,6 +57,7 @@ from vllm.v1.engine.core_client import EngineCoreClient
 from vllm.v1.outputs import LogprobsLists
 from vllm.v1.serial_utils import MsgpackDecoder, MsgpackEncoder
 
+from tests.support.harness import HarnessError, building
 from tests.support.stand_in_model import model_folder
 
 _CLI: Any = importlib.import_module(
@@ -200,7 +201,8 @@ class ScriptedCore:
     ) -> None:
         """Answer a request with `tokens`, or with as many as it asked for."""
         sampling = request.sampling_params
-        assert sampling is not None
+        if sampling is None:
+            raise HarnessError("a request without sampling parameters", "one for a completion")
         tokens = tokens or [_VOCABULARY.index("a")] * (sampling.max_tokens or 1)
         output = EngineCoreOutput(
             request.request_id,
@@ -251,7 +253,8 @@ def _is_rejection(request: EngineCoreRequest) -> bool:
 
 
 def _params(request: EngineCoreRequest) -> dict[str, Any]:
-    assert request.sampling_params is not None
+    if request.sampling_params is None:
+        raise HarnessError("a request without sampling parameters", "one for a completion")
     params: object = (request.sampling_params.extra_args or {}).get("kv_transfer_params")
     return params if isinstance(params, dict) else {}
 
@@ -354,8 +357,8 @@ class Server:
 
         async def leave() -> None:
             nonlocal gone
-            assert leaves is not None
-            await leaves
+            if leaves is not None:
+                await leaves
             gone = True
             incoming.put_nowait({"type": "http.disconnect"})
 
@@ -380,6 +383,8 @@ class Server:
         }
         try:
             await self.app(scope, incoming.get, send)
+        except HarnessError:
+            raise
         except Exception:  # a server turns what escapes the application into a log line
             answer.closed = True
         finally:
@@ -399,7 +404,7 @@ async def serving(
     *flags: str, connector: str | None = "NixlConnector", ranks: int = 1
 ) -> AsyncIterator[Server]:
     """Start a decode server; `flags` are those of ``vllm serve``."""
-    with warnings.catch_warnings():
+    with building("a decode server"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = serving_config(connector, ranks=ranks)
         core = ScriptedCore(ranks=ranks)

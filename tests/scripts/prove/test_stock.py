@@ -8,9 +8,9 @@ from scripts.prove.stock import Stock, judge
 from tests.scripts import toys
 
 PASSED = Outcome("passed")
-FAILED = Outcome("failed", "tests/a.py:1", "assert 1 == 2")
-RAISED = Outcome("failed", "vllm/a.py:1", "AttributeError: moved")
-ERROR = Outcome("error", "tests/a.py:1", "ImportError: moved")
+FAILED = Outcome("failed", "tests/a.py:1", "assert 1 == 2", "test")
+RAISED = Outcome("failed", "vllm/a.py:1", "AttributeError: moved", "release")
+ERROR = Outcome("error", "tests/a.py:1", "ImportError: moved", "harness")
 
 
 @pytest.mark.parametrize(
