@@ -61,10 +61,10 @@ def _prove(release: str, patches: Sequence[Patch], registry: Registry) -> None:
     if faults:
         raise CheckFailedError(
             f"{len(faults)} faults",
-            expected="each commit turns its own tests; the build has the files of `apply`'s wheel",
+            expected="each commit makes its own tests pass; the build has the files of apply's wheel",
             next_step=f"see reports/export-{release}.json",
         )
-    out.print(f"each of {len(patches)} commits turns its own tests, and the fork builds")
+    out.print(f"each of {len(patches)} commits makes its own tests pass, and the fork builds")
 
 
 def _selected(target: Target, ids: Sequence[str] | None, registry: Registry) -> tuple[Patch, ...]:
