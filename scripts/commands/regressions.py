@@ -45,7 +45,7 @@ def main() -> None:
         raise UsageError(
             f"no fix is called {', '.join(sorted(unknown))}",
             expected=f"some of {', '.join(registry.fixes)}",
-            next_step="nox -s regressions -- --fix 40449",
+            next_step=f"for example: nox -s regressions -- --fix {next(iter(registry.fixes))}",
         )
     wanted = options.fix or list(registry.fixes)
     faults: list[str] = []
