@@ -68,7 +68,11 @@ def supported_release(text: str) -> str:
         version, final = "", False
     if version in releases:
         return version
-    meant = [release for release in releases if version and release.startswith(f"{version}.")]
+    meant = [
+        release
+        for release in releases
+        if version and (release.startswith(f"{version}.") or Version(release) == Version(version))
+    ]
     raise UnknownReleaseError(
         f"{text!r} names {len(meant)} vLLM releases"
         if meant

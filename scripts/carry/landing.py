@@ -187,7 +187,7 @@ def _run(tool: str, *words: str) -> None:
             f"{tool} failed on what was carried (exit code {result.returncode}, see above); "
             "nothing was changed",
             expected="a line that lint and the regression tests accept",
-            next_step=f"amend the fix's commit in {tree} (git rebase -i), or correct the overlay, "
+            next_step=f"amend the fix's commit in {tree}, or correct the overlay, "
             "patches/fixes.toml or the tests here; then: nox -s rebase -- --continue",
         )
 
@@ -215,7 +215,7 @@ def land(state: State) -> None:
         raise UsageError(
             f"changed while the proof ran: {', '.join(moved)}",
             expected="the files that were proven",
-            next_step="undo those changes, then: nox -s rebase -- --continue; or start anew: "
+            next_step="undo those changes, then: nox -s rebase -- --continue; or give up: "
             "nox -s rebase -- --abort",
         )
     for line in {name.split("/")[1] for name in changed if name.count("/") > 1}:

@@ -8,13 +8,20 @@ from enum import Enum
 from pathlib import Path
 
 from scripts.carry.merge import Status
-from scripts.project import ROOT
+from scripts.project import ROOT, project
 from scripts.prove.stock import Stock
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
+from scripts.upstream.lock import load_lock
 
 WORK = ROOT / ".work" / "rebase"
 STATE = WORK / "state.json"
+
+
+def not_carried() -> str:
+    """Return a release that the fixes can be carried to: the newest pinned one without them."""
+    pinned = [*load_lock()] or [project().default_release]
+    return next((one for one in reversed(pinned) if one not in project().releases), pinned[-1])
 
 
 class Phase(Enum):
@@ -75,7 +82,7 @@ def load_state(path: Path = STATE) -> State:
         raise UsageError(
             "there is no rebase to go on with",
             expected=f"a worktree in {WORK.relative_to(ROOT)}",
-            next_step="nox -s rebase -- <release>",
+            next_step=f"see what one would do: nox -s rebase -- {not_carried()} --dry-run",
         )
     document = json.loads(path.read_text(encoding="utf-8"))
     stopped = document["stopped"]

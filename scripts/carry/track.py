@@ -122,7 +122,8 @@ def _tool(clone: Path, name: str, *words: str) -> tuple[int, str]:
         raise CommandError(
             f"{name} {' '.join(words)} exited with {result.returncode}:\n{said[-4000:]}",
             expected="a verdict",
-            next_step=f"nox -s {name} -- {' '.join(words)}",
+            next_step=f"see it here: nox -s lock -- {words[0]}"
+            + (f", then: nox -s {name} -- {words[0]}" if name != "lock" else ""),
         )
     return result.returncode, said.strip()
 
@@ -146,7 +147,8 @@ def as_markdown(tracked: list[Tracked]) -> str:
     parts = []
     for one in tracked:
         branch = f", ready on branch `{one.branch}`" if one.branch else ""
-        command = "" if one.branch else f"\n\nGo on with `nox -s rebase -- {one.release}`."
+        steps = f"`nox -s lock -- {one.release}`, then `nox -s rebase -- {one.release}`"
+        command = "" if one.branch else f"\n\nGo on with {steps}."
         fence = "~" * (3 + max(map(len, re.findall("~+", one.said)), default=0))
         parts.append(
             f"## vLLM {one.release}: {one.verdict.value}{branch}\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from shlex import quote
 
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.registry import Registry, load_registry
@@ -38,7 +39,7 @@ def main() -> None:
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {wheel}", style="bold", markup=False)
     list_fixes(target.patches, registry, plan.offsets)
-    out.print(f"use it: pip install --no-deps {wheel}", markup=False)
+    out.print(f"use it: pip install --no-deps --force-reinstall {quote(str(wheel))}", markup=False)
 
 
 def _arguments() -> argparse.Namespace:
@@ -63,7 +64,7 @@ def _apply_to_tree(folder: Path, target: Target, registry: Registry) -> None:
     offsets = apply_to_tree(folder, branch, target.release, target.patches, registry)
     out.print(f"wrote branch {branch} in {folder}", style="bold", markup=False)
     list_fixes(target.patches, registry, offsets)
-    out.print(f"use it: git -C {folder} switch {branch}", markup=False)
+    out.print(f"use it: git -C {quote(str(folder))} switch {branch}", markup=False)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from __future__ import annotations
 import argparse
 import shutil
 
-from scripts.commits.worktree import WORKTREE, finish, restamp, start
+from scripts.commits.worktree import WORKTREE, an_edit, finish, restamp, start
 from scripts.patchset.target import Target
 from scripts.system.console import entry
 from scripts.system.errors import UsageError
@@ -48,7 +48,7 @@ def main() -> None:
         raise UsageError(
             "no release and fix to edit",
             expected="a release and a fix, or --continue, or --abort",
-            next_step="nox -s edit -- 0.20.2 40449",
+            next_step=f"for example: nox -s edit -- {an_edit()}",
         )
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from scripts.commits.bundle import write_export
 from scripts.commits.clone import apply_to_tree
@@ -41,7 +42,7 @@ def main() -> None:
         offsets = apply_to_tree(options.into, branch, release, patches, registry)
         out.print(f"wrote branch {branch} in {options.into}", style="bold", markup=False)
         list_fixes(patches, registry, offsets)
-        out.print(f"use it: git -C {options.into} switch {branch}", markup=False)
+        out.print(f"use it: git -C {quote(str(options.into))} switch {branch}", markup=False)
         return
     if options.prove:
         _prove(release, patches, registry)
@@ -61,10 +62,10 @@ def _prove(release: str, patches: Sequence[Patch], registry: Registry) -> None:
     if faults:
         raise CheckFailedError(
             f"{len(faults)} faults",
-            expected="each commit turns its own tests; the build has the files of `apply`'s wheel",
+            expected="each commit makes its own tests pass; the build has the files of `apply`",
             next_step=f"see reports/export-{release}.json",
         )
-    out.print(f"each of {len(patches)} commits turns its own tests, and the fork builds")
+    out.print(f"each of {len(patches)} commits makes its own tests pass, and the fork builds")
 
 
 def _selected(target: Target, ids: Sequence[str] | None, registry: Registry) -> tuple[Patch, ...]:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from shlex import quote
 
 from rich.markup import escape
 from rich.table import Table
@@ -40,18 +41,22 @@ def main() -> None:
     options = parser.parse_args()
     registry = load_registry()
     faults: list[str] = []
+    differing: list[tuple[str, str]] = []
     for release in map(supported_release, options.release):
         comparisons = compare(release, options.name, registry)
         write_report(release, comparisons)
         out.print(_table(release, comparisons))
         faults += [line for comparison in comparisons for line in _lines(release, comparison)]
+        differing += [(release, one.scenario) for one in comparisons if one.faults]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
     if faults:
+        release, scenario = differing[0]
         raise CheckFailedError(
             "a patched build is not like stock, or nobody can tell",
             expected="the patched build like stock wherever stock is right",
-            next_step="nox -s parity -- RELEASE -k NAME; reports/ has every difference",
+            next_step="reports/ has every difference; to see the first again: "
+            f"nox -s parity -- {release} -k {quote(scenario)}",
         )
 
 

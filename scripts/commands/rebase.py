@@ -26,7 +26,7 @@ import shutil
 from packaging.version import InvalidVersion, Version
 
 from scripts.carry.rebase import resume, start
-from scripts.carry.state import WORK
+from scripts.carry.state import WORK, not_carried
 from scripts.carry.tables import table
 from scripts.carry.trial import nearest, try_all
 from scripts.patchset.registry import load_registry
@@ -65,7 +65,7 @@ def main() -> None:
             raise UsageError(
                 "no release to carry the fixes to",
                 expected="a release, or --continue, --skip or --abort",
-                next_step="nox -s rebase -- 0.22.1",
+                next_step=f"see what it would do: nox -s rebase -- {not_carried()} --dry-run",
             )
         elif options.dry_run:
             release = _release(options.release)
@@ -87,7 +87,7 @@ def _release(text: str) -> str:
         raise UsageError(
             f"{text!r} is no release",
             expected="a version such as 0.22.1",
-            next_step="nox -s rebase -- 0.22.1",
+            next_step=f"see what it would do: nox -s rebase -- {not_carried()} --dry-run",
         ) from error
 
 

@@ -6,7 +6,7 @@ with that fix alone (and what it depends on). A fix passes only if
 
 - each of its tests fails on stock, and at least one by an assertion of its own file;
 - each passes on the patched wheel;
-- alone, it turns its own tests and those of what it depends on, and nobody else's.
+- alone, it makes its own tests and those of what it depends on pass, and changes no others.
 
 A release also has to answer the handshake with one hash, stock or patched, for a fleet is rolled
 engine by engine. Where the registry says that a release does not have the defect, or not the part
@@ -47,7 +47,7 @@ def main() -> None:
         raise UsageError(
             f"no fix is called {', '.join(sorted(unknown))}",
             expected=f"some of {', '.join(registry.fixes)}",
-            next_step="nox -s regressions -- --fix 40449",
+            next_step=f"for example: nox -s regressions -- --fix {next(iter(registry.fixes))}",
         )
     wanted = options.fix or list(registry.fixes)
     faults: list[str] = []

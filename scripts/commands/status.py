@@ -36,7 +36,7 @@ from scripts.system.errors import (
     KvfixError,
     UnknownReleaseError,
 )
-from scripts.upstream.lock import load_lock
+from scripts.upstream.lock import final_version, load_lock
 
 
 def main() -> None:
@@ -51,33 +51,36 @@ def main() -> None:
     )
     options = parser.parse_args()
     registry = load_registry()
-    failed: list[str] = []
+    failed: dict[str, str] = {}
     if options.prove is not None:
         for release in map(_pinned, options.prove or load_lock()):
             try:
                 prove_missing(release, registry)
             except KvfixError as error:  # the other releases can still be proven
-                failed.append(f"{release}: {error.found}")
+                failed[release] = error.found
     cells = all_cells(registry, previous_cells())
     write(cells, registry)
     _tell(cells)
-    for fault in failed:
-        err.print(f"✗ {fault}", markup=False)
+    for release, found in failed.items():
+        err.print(f"✗ {release}: {found}", markup=False)
     if failed:
         raise CheckFailedError(
             f"{len(failed)} releases could not be run",
             expected="an environment for each",
-            next_step="see above, then: nox -s status -- --prove <release>",
+            next_step="put right what is named above, then: "
+            f"nox -s status -- --prove {' '.join(failed)}",
         )
 
 
 def _pinned(text: str) -> str:
-    if text in load_lock():
-        return text
+    version = final_version(text)
+    if version is not None and str(version) in load_lock():
+        return str(version)
     raise UnknownReleaseError(
         f"{text!r} is not a pinned vLLM release",
         expected=f"one of {', '.join(load_lock())}",
-        next_step=f"nox -s lock -- {text}",
+        next_step="give one of these"
+        + (f", or pin it first: nox -s lock -- {version}" if version else ""),
     )
 
 

@@ -5,6 +5,7 @@ Takes what pytest takes: `nox -s tests -- tests/overlay -k handshake`.
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 from scripts.project import ROOT, project
@@ -26,7 +27,8 @@ def main() -> None:
         raise CheckFailedError(
             f"pytest exited with {result.returncode}",
             expected="every test passing",
-            next_step="nox -s tests -- tests/overlay -k NAME",
+            next_step="to stop at the first that fails: nox -s tests -- "
+            f"{shlex.join(sys.argv[1:] or ['tests/overlay'])} -x",
         )
 
 

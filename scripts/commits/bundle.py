@@ -6,6 +6,7 @@ import filecmp
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from scripts.commits.closure import Closure
 from scripts.commits.fixes import branch_name, commit_fixes
@@ -43,7 +44,7 @@ def write_export(release: str, patches: Sequence[Patch], registry: Registry, fol
             raise UsageError(
                 f"{folder} exists, and is not what would be written now",
                 expected="no such folder, or one that holds the same export",
-                next_step=f"rm -r {folder}, or name another one with --out",
+                next_step=f"rm -r {quote(str(folder))}, or name another one with --out",
             )
         result.rename(folder)
     return True

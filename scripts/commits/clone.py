@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from shlex import quote
 
 from packaging.version import Version
 
@@ -14,6 +15,8 @@ from scripts.patchset.registry import Registry
 from scripts.project import project
 from scripts.system.errors import AlreadyPatchedError, DirtyTreeError, UsageError, WrongReleaseError
 from scripts.system.git import Repository
+
+_UPSTREAM = "https://github.com/vllm-project/vllm"
 
 
 def apply_to_tree(
@@ -42,7 +45,7 @@ def apply_to_tree(
         raise UsageError(
             f"{folder} is no git checkout of vLLM",
             expected="the top folder of a clone, with vllm/ in it and at least one commit",
-            next_step="git clone the fork there, then run the same command",
+            next_step="clone vLLM or the fork there, then run the same command",
         )
     _check_state(repository, head, branch, release)
     commits, offsets = commit_fixes(repository, head, patches, registry)
@@ -51,24 +54,24 @@ def apply_to_tree(
 
 
 def _check_state(repository: Repository, head: str, branch: str, release: str) -> None:
-    folder = repository.path
+    folder, at = repository.path, f"git -C {quote(str(repository.path))}"
     if changes := repository.changes():
         raise DirtyTreeError(
             f"{folder} has {len(changes)} uncommitted changes, the first: {changes[0].strip()}",
             expected="a clean checkout",
-            next_step=f"git -C {folder} stash --include-untracked",
+            next_step=f"{at} stash --include-untracked",
         )
     if repository.resolve(f"refs/heads/{branch}"):
         raise DirtyTreeError(
             f"{folder} already has a branch {branch}",
             expected="no such branch",
-            next_step=f"git -C {folder} branch -m {branch} {branch}-old",
+            next_step=f"{at} branch -m {branch} {_free_name(repository, branch)}",
         )
     if repository.run("ls-tree", head, "--", PACKAGE):
         raise AlreadyPatchedError(
             f"{folder} already holds {PACKAGE}/",
             expected=f"a checkout of vLLM {release} without kvfix",
-            next_step=f"git -C {folder} switch --detach v{release}",
+            next_step=f"{_fetch(repository, at, release)}{at} switch --detach v{release}",
         )
     reachable = repository.run("tag", "--list", "v[0-9]*", "--merged", head).split()
     known = repository.run("tag", "--list", f"v{release}").split()
@@ -80,5 +83,17 @@ def _check_state(repository: Repository, head: str, branch: str, release: str) -
             f"HEAD of {folder} "
             + (f"is on top of v{base}" if base else f"does not descend from v{release}"),
             expected=f"a checkout of v{release}, or a fork on top of it",
-            next_step=f"git -C {folder} fetch --tags; git -C {folder} switch --detach v{release}",
+            next_step=f"{_fetch(repository, at, release)}{at} switch --detach v{release}",
         )
+
+
+def _free_name(repository: Repository, branch: str) -> str:
+    names = (f"{branch}-old{number}" for number in ("", *range(2, 1000)))
+    return next(name for name in names if not repository.resolve(f"refs/heads/{name}"))
+
+
+def _fetch(repository: Repository, at: str, release: str) -> str:
+    """Return the command that gets the release's tag; empty where the clone has it."""
+    if repository.resolve(f"refs/tags/v{release}"):
+        return ""
+    return f"{at} fetch --no-tags {_UPSTREAM} tag v{release}; "

@@ -12,7 +12,7 @@ from scripts.patchset.documents import documents
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series, patch_names, releases_by_line, series_file
 from scripts.patchset.target import Target
-from scripts.project import PATCHES, ROOT
+from scripts.project import PATCHES, ROOT, project
 from scripts.system.console import out
 from scripts.system.errors import UsageError
 from scripts.system.files import replace_text
@@ -60,6 +60,12 @@ def start(target: Target, fix_id: str) -> None:
     out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
 
 
+def an_edit() -> str:
+    """Return a release and a fix that can be edited, as they are typed."""
+    target = Target.of(project().default_release)
+    return f"{target.release} {target.patches[0].fix_id}"
+
+
 def restamp() -> None:
     """Make anew what `patches/fixes.toml` determines: messages of patches, and documents."""
     registry = load_registry()
@@ -84,7 +90,7 @@ def finish() -> None:
         raise UsageError(
             "there is no edit to continue",
             expected=f"a worktree in {WORKTREE.relative_to(ROOT)}",
-            next_step="nox -s edit -- <release> <fix>",
+            next_step=f"start one, for example: nox -s edit -- {an_edit()}",
         )
     state = json.loads(_STATE.read_text(encoding="utf-8"))
     line, registry = state["line"], load_registry()
@@ -95,7 +101,8 @@ def finish() -> None:
         raise UsageError(
             f"the worktree changes nothing, so fix {fix.id} would have an empty patch",
             expected="at least one changed file below vllm/",
-            next_step=f"edit {WORKTREE.relative_to(ROOT)}/vllm, or: nox -s edit -- --abort",
+            next_step=f"edit {WORKTREE.relative_to(ROOT)}/vllm, then: nox -s edit -- --continue; "
+            "or give up: nox -s edit -- --abort",
         )
     files = {path: (WORKTREE / path).read_bytes() for path in changed}
     head = repository.run("rev-parse", "HEAD").strip()
@@ -120,7 +127,8 @@ def changed_files(repository: Repository) -> list[str]:
         raise UsageError(
             f"the worktree has files that are new, gone or of another kind: {', '.join(others)}",
             expected="changes inside of files that the release has",
-            next_step="put new code into vllm_overlay/, and the release's files back",
+            next_step="put new code into vllm_overlay/ and the release's files back, then the same "
+            "command again",
         )
     return [row.partition("\t")[2] for row in rows]
 

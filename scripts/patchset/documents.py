@@ -37,7 +37,7 @@ def _table(registry: Registry, held: dict[str, set[str]]) -> str:
     ]
     for fix in registry.fixes.values():
         cells = " | ".join(_cell(fix, release, ids) for release, ids in held.items())
-        rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {_first(fix)} | {cells} |")
+        rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {fix.headline} | {cells} |")
     return "\n".join(rows) + "\n"
 
 
@@ -45,11 +45,6 @@ def _cell(fix: Fix, release: str, held: set[str]) -> str:
     if fix.id in held:
         return "✓"
     return "●" if fix.unpatched_on(release) else "-"
-
-
-def _first(fix: Fix) -> str:
-    """Return the first sentence of the symptom: the log line or status that an operator sees."""
-    return re.split(r"(?<=[^.]\.)\s", " ".join(fix.symptom.split()), maxsplit=1)[0].rstrip(".")
 
 
 def _details(registry: Registry, held: dict[str, set[str]]) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from email.header import decode_header, make_header
 from io import StringIO
 from pathlib import Path
+from shlex import quote
 
 from unidiff.constants import DEV_NULL, LINE_TYPE_NO_NEWLINE
 from unidiff.errors import UnidiffParseError
@@ -146,7 +147,7 @@ def _malformed(path: Path, why: str) -> RegistryError:
     return RegistryError(
         f"{path.parent.name}/{path.name}: {why}",
         expected="a git-am mbox that changes existing text files only",
-        next_step="export it again: nox -s edit -- <release> <fix>",
+        next_step=f"take back what changed it: git restore {quote(str(path))}",
     )
 
 
@@ -219,8 +220,8 @@ def _find(lines: Sequence[str], hunk: Hunk, first: int, drift: int, where: str) 
     raise PatchDoesNotApplyError(
         found,
         expected="every context and removed line, unchanged, at one place",
-        next_step="is this the release that the line serves? To carry the fix to changed code, "
-        "edit it in a worktree: nox -s edit -- <release> <fix>",
+        next_step="a fork that has changed this place can cherry-pick the commits of export; a "
+        "release that the patch was not made for needs a rebase: CONTRIBUTING.md says how",
     )
 
 

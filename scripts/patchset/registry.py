@@ -23,6 +23,9 @@ from scripts.system.errors import RegistryError
 REGISTRY = PATCHES / "fixes.toml"
 WIRE = ("none", "compatible: ", "breaks: ")
 STATUSES = ("Backport", "Pending", "Submitted", "Inappropriate")
+HEADLINE = 60
+"""Characters that a headline may have: it is a row of the README's matrix."""
+
 _ID = re.compile(r"[A-Z]?\d+")
 _PARAGRAPHS = {"symptom", "cause", "change", "risk"}
 _PERSON = re.compile(r"[^<>\n]+ <[^<>\s]*>")
@@ -122,6 +125,7 @@ def _texts(key: str, values: object) -> list[str]:
 class Fix:
     """One defect and what is true once it is fixed.
 
+    `headline` says in at most `HEADLINE` characters what happens without it; the README shows it.
     `applies_to` is a PEP 440 specifier over vLLM releases: those that have the defect.
     `fixed_in` is the first release that does not, or empty while none is proven.
     `wire_compat` says what changes between engines: `none`, `compatible: ` and what stock peers
@@ -131,6 +135,7 @@ class Fix:
 
     id: str
     slug: str
+    headline: str
     title: str
     kind: str
     upstream_pr: str
@@ -312,6 +317,8 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     faults += [f"fix {name}: {f} is not one line" for f, line in lines.items() if "\n" in line]
     if not _ID.fullmatch(fix.id):
         faults.append(f"fix {name}: id is no number with, at most, a capital letter before it")
+    if len(fix.headline) > HEADLINE:
+        faults.append(f"fix {name}: headline has more than {HEADLINE} characters")
     if fix.upstream_status not in STATUSES:
         faults.append(f"fix {name}: upstream-status is none of {', '.join(STATUSES)}")
     if fix.wire_compat != WIRE[0] and not fix.wire_compat.startswith(WIRE[1:]):

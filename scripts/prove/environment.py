@@ -58,7 +58,7 @@ class Environment:
                 f"vLLM {self.release} asks for what no index may have: {', '.join(overrides)} "
                 "has to stand in for it, and pip cannot do that",
                 expected="uv on the PATH",
-                next_step="python -m pip install uv",
+                next_step="python -m pip install uv, then run the same command",
             )
         stamp = self.folder / _STAMP
         wanted = "\n".join(self.contents())

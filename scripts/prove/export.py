@@ -1,7 +1,8 @@
 """`nox -s export -- RELEASE --prove`: is the branch what it says, commit by commit, and built?
 
 - At each commit the tests of its fix pass, and those of the next one still fail, so each commit
-  imports and turns its own tests. All on files out of git, in an environment with the stock wheel.
+  imports and makes its own tests pass. All on files out of git, in an environment with the stock
+  wheel.
 - A fork that builds its wheel as upstream does, around the binaries of the official one, gets the
   Python files that `nox -s apply` writes, the overlay among them.
 """

@@ -157,7 +157,7 @@ def compared(
         raise CheckFailedError(
             "no scenario was run on either side",
             expected="at least one",
-            next_step="read reports/parity-RELEASE-SIDE.log",
+            next_step="read the log of each side, which is named above",
         )
     comparisons = []
     for name in dict.fromkeys((*stock, *patched)):

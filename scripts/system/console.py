@@ -29,6 +29,7 @@ _STORAGE = {
     errno.EISDIR: "a folder lies where a file should",
     errno.EIO: "the device fails",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def entry(main: Callable[[], None]) -> NoReturn:
@@ -59,11 +60,13 @@ def storage_error(error: OSError) -> StorageError | None:
     if reason is None:
         return None
     where = os.fspath(error.filename) if error.filename is not None else "the target folder"
+    full = error.errno in _FULL
     return StorageError(
         f"cannot write {where}: {reason}",
-        expected="a folder that can be written, with room: a wheel takes 250 MB",
-        next_step="free space there, then run the same command; or name another folder: "
-        "KVFIX_CACHE=DIR for the cache, --out DIR for what apply and export write",
+        expected="a folder with room for what is written" if full else "a folder to write to",
+        next_step=("free space there" if full else "put that right")
+        + ", then run the same command; the cache goes where KVFIX_CACHE says, "
+        "and what apply and export write where --out says",
     )
 
 

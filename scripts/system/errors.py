@@ -1,6 +1,10 @@
 """One class and one exit code for each way in which a command can fail.
 
-Each error says three things: what was found, what was expected, and what to type next.
+Each error says three things: what was found, what was expected, and what to do next. A command in
+the last is complete, so that it can be typed as it stands: it ends at a comma, a semicolon or the
+end, a path in it is quoted for the shell, and only FILE and DIR are for the reader to replace.
+tests/scripts/system/test_advice.py types them.
+
 `scripts.system.console.entry` prints them and exits with `exit_code`; a traceback is a bug.
 `docs/exit-codes.md` has all codes as a table.
 """

@@ -197,7 +197,7 @@ class Repository:
         return GitError(
             f"git {command} failed in {self.path}: {words}",
             expected="a repository that git can work in",
-            next_step=f"git -C {self.path} status",
+            next_step="do as git says, then run the same command",
         )
 
     def resolve(self, revision: str) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -66,14 +67,14 @@ def run(
         raise CommandError(
             f"{words[0]} did not end within {timeout:g} s",
             expected="an end in that time",
-            next_step=f"run it by hand: {' '.join(words)}",
+            next_step=f"run it by hand: {shlex.join(words)}",
         ) from error
     if check and result.returncode != 0:
         raise CommandError(
             f"{words[0]} exited with {result.returncode}:\n"
             f"{(result.stderr or result.stdout or '')[-4000:]}",
             expected="exit code 0",
-            next_step=f"run it by hand: {' '.join(words)}",
+            next_step=f"run it by hand: {shlex.join(words)}",
         )
     return result
 

@@ -14,6 +14,7 @@ import shutil
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from packaging.version import InvalidVersion, Version
 
@@ -60,7 +61,8 @@ class Upstream:
             raise UnknownReleaseError(
                 f"{self.origin} has no tag v{release}",
                 expected=f"one of {', '.join(self.releases()) or '(there is no tag)'}",
-                next_step=f"nox -s lock -- {release}, or take another --upstream",
+                next_step="name a clone that has it, or leave --upstream out: the pinned sdists "
+                "serve as well",
             )
         return f"v{release}"
 
@@ -104,7 +106,7 @@ def _pinned() -> Upstream:
         raise NotLockedError(
             "patches/upstream.lock pins no release",
             expected="at least one",
-            next_step="nox -s lock -- <release>",
+            next_step="nox -s lock",
         )
     folder = cache_folder() / "upstream"
     folder.mkdir(parents=True, exist_ok=True)
@@ -204,7 +206,8 @@ def _clone(origin: str) -> Upstream:
             raise GitError(
                 error.found,
                 expected="tags that are what they were" if moved else "a repository of vLLM",
-                next_step=f"find out who moved it; to take the new one: rm -r {repository.path}"
+                next_step="find out who moved it; to take the new one: "
+                f"rm -r {quote(str(repository.path))}"
                 if moved
                 else "correct --upstream, or leave it out: the pinned sdists serve as well",
             ) from error

@@ -79,7 +79,8 @@ def fetch(file: LockedFile, *, distribution: str = "vllm") -> Path:
         raise StorageError(
             f"cannot use the cache {target.parent}: {error.strerror or error}",
             expected="a folder that can be written and locked, with room for the file",
-            next_step="free space, or name another folder: KVFIX_CACHE=DIR",
+            next_step="free space or put that right, then run the same command; "
+            "KVFIX_CACHE names another folder",
         ) from error
 
 
@@ -175,8 +176,7 @@ def _fetch_into(target: Path, file: LockedFile, distribution: str) -> None:
         f"cannot get {file.name}, and the cache {cache_folder()} does not have it:"
         + _bullets(sources.reasons()),
         expected="one source of pip's or uv's settings that has it, or a filled cache",
-        next_step="connect once and run the same command again (then no network is needed any "
-        "more), or give the file: --wheel FILE",
+        next_step="connect once and run the same command again; then the cache has it",
     )
 
 
@@ -220,7 +220,8 @@ class _Sources:
             raise NetworkError(
                 f"no source lists the files of {distribution}:" + _bullets(self.reasons()),
                 expected="an index that answers",
-                next_step="connect, or correct the index settings of pip or uv, and run it again",
+                next_step="connect, or correct the index settings of pip or uv, then run the same "
+                "command again",
             )
         for failure in self.failures:
             _warn(f"not every source answered: {failure}")

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from packaging.utils import (
@@ -71,7 +72,8 @@ class LockedRelease:
             f"{'no wheel' if not best else 'more than one wheel'} of {self.release} for {arch!r} "
             f"is pinned; there are: {', '.join(wheel.name for wheel in self.wheels) or 'none'}",
             expected="one wheel for that machine",
-            next_step=f"nox -s lock -- {self.release}, or give the file: --wheel FILE",
+            next_step="apply takes another machine's with --arch, or a file of yours with --wheel; "
+            f"if there are new ones on the index: nox -s lock -- {self.release}",
         )
 
     def hashes(self) -> dict[str, str]:
@@ -110,15 +112,17 @@ def load_lock(path: Path = LOCK) -> dict[str, LockedRelease]:
 
 
 def locked_release(release: str, path: Path = LOCK) -> LockedRelease:
-    """Return what is pinned of one release, given in its normal form.
+    """Return what is pinned of one release; 0.25 is 0.25.0.
 
     Raises:
         NotLockedError: Nothing is.
         RegistryError: The lock file contradicts itself.
     """
     releases = load_lock(path)
-    if release in releases:
-        return releases[release]
+    version = final_version(release)
+    for name, locked in releases.items():
+        if name == release or Version(name) == version:
+            return locked
     raise NotLockedError(
         f"vLLM {release} is not in patches/upstream.lock",
         expected=f"one of {', '.join(releases) or '(the file is empty)'}",
@@ -176,6 +180,5 @@ def _wrong(path: Path, what: str) -> RegistryError:
     return RegistryError(
         f"{path}: {what}",
         expected="per release a `line` and one table `files` of names and sha256, with one sdist",
-        next_step="undo the change by hand (git log -p shows it), or delete the entry and run "
-        "nox -s lock -- <release>",
+        next_step=f"take back what changed it: git restore {quote(str(path))}",
     )

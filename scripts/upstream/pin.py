@@ -6,6 +6,7 @@ the index no longer offers stays in the lock.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -37,7 +38,7 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
         HashMismatchError: A pinned file has another hash on the index.
         NetworkError: The index does not answer.
     """
-    names = dict.fromkeys(_release_name(text) for text in releases)
+    names = dict.fromkeys(_release_name(text, path) for text in releases)
     old = load_lock(path)
     new = dict(old)
     differing: list[str] = []
@@ -83,15 +84,18 @@ def _state(pinned: str | None, found: str | None) -> str:
     return "same" if found == pinned else "differs"
 
 
-def _release_name(text: str) -> str:
+def _release_name(text: str, path: Path) -> str:
     version = final_version(text)
     if version is None:
         raise UsageError(
             f"{text!r} is no final release",
             expected="a version such as 0.20.2: no pre-release, no local part",
-            next_step="nox -s lock -- <release>",
+            next_step="give its number, or check what is pinned: nox -s lock",
         )
-    return str(version)
+    known = next((name for name in load_lock(path) if Version(name) == version), None)
+    if known is not None:  # 0.20.2.0 is 0.20.2, and no second entry
+        return known
+    return f"{version}.0" if re.fullmatch(r"\d+\.\d+", str(version)) else str(version)
 
 
 def _default_line(release: str) -> str:

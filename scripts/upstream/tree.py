@@ -57,6 +57,6 @@ def read_source(release: str, path: str) -> str:
         raise RegistryError(
             f"vLLM {release} has no file {path}",
             expected="a file that the series may change",
-            next_step=f"carry the fix to where the code went: nox -s edit -- {release} <fix>",
+            next_step="carry the fix to where the code went, as CONTRIBUTING.md says",
         )
     return file.read_bytes().decode("utf-8")

@@ -68,7 +68,7 @@ def own_wheel(target: Target, path: Path) -> tuple[Path, str]:
         raise UsageError(
             f"there is no file {path}",
             expected="the path of a wheel",
-            next_step=f"ls {path.parent}",
+            next_step="name a file that exists",
         )
     digest = sha256(path)
     if digest in target.locked.hashes().values():

@@ -10,6 +10,7 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
@@ -197,7 +198,8 @@ class WheelReader:
             raise WrongReleaseError(
                 f"{self.name} is release {self.version.public}",
                 expected=f"a build of {release}",
-                next_step=f"name its own release: nox -s apply -- {self.version.public}",
+                next_step="name its own release: nox -s apply -- "
+                f"{self.version.public} --wheel {quote(str(self.path))}",
             )
 
     def _open(self) -> None:

@@ -148,7 +148,7 @@ def read_sbom(data: bytes) -> Sbom:
         raise BrokenWheelError(
             f"{SBOM_PATH} is not as kvfix writes it: {error!r}",
             expected="a component with one ancestor, its hash, and the patches",
-            next_step="build the wheel again: nox -s apply",
+            next_step="do not deploy it; build the wheel again with apply",
         ) from error
 
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
+
+from packaging.version import Version
 
 from scripts.patchset.registry import load_registry
 from scripts.patchset.target import Target
@@ -167,7 +170,7 @@ def verify(path: Path, given: Path | None, expected_members: ExpectedMembers) ->
             raise UsageError(
                 f"{path.name} is no patched wheel",
                 expected="one that apply made: its version ends in +kvfix.<patch set>",
-                next_step="nox -s apply, and give the file that it names",
+                next_step="give the file that apply names; to make one: nox -s apply",
             )
         sbom = read_sbom(patched.read(f"{patched.dist_info}/{SBOM_PATH}"))
         with WheelReader(stock_wheel(sbom, given)) as stock:
@@ -183,7 +186,9 @@ def verify(path: Path, given: Path | None, expected_members: ExpectedMembers) ->
         raise CheckFailedError(
             f"{path.name} has {len(faults)} fault(s)",
             expected=f"{sbom.ancestor_name} {sbom.ancestor_version} with the series in it, no more",
-            next_step="do not deploy it; build it again: nox -s apply",
+            next_step="do not deploy it; build it again: nox -s apply -- "
+            f"{Version(sbom.ancestor_version).public}"
+            + (f" --wheel {quote(str(given))}" if given else ""),
         )
     return sbom
 

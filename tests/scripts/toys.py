@@ -56,6 +56,7 @@ def fix(fix_id: str, **changes: object) -> Fix:
     entry = Fix(
         id=fix_id,
         slug="a-name",
+        headline=f"without {fix_id}",
         title=f"{fix_id} is right → for good",
         kind="backport",
         upstream_pr=f"vllm-project/vllm#{fix_id}",

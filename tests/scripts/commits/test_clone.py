@@ -190,7 +190,7 @@ class TestRefusal:
         git(clone, "switch", "--quiet", "--detach", "v0.20.1")
         git(clone, "tag", "--delete", "v0.20.2")
         error = refused(clone, tmp_path, WrongReleaseError)
-        assert "fetch --tags" in error.next_step
+        assert "/vllm-project/vllm tag v0.20.2; git -C" in error.next_step
 
     def test_of_a_history_that_never_was_the_release(self, clone: Path, tmp_path: Path) -> None:
         git(clone, "switch", "--quiet", "--orphan", "alone")
@@ -249,7 +249,7 @@ class TestRefusal:
             with pytest.raises(UsageError, match="is no git checkout of vLLM") as caught:
                 apply_to_tree(folder, BRANCH, "0.20.2", patches, toys.REGISTRY)
             assert str(folder) in caught.value.found
-            assert "git clone" in caught.value.next_step
+            assert "clone vLLM" in caught.value.next_step
 
     def test_of_a_repository_that_git_does_not_read(self, clone: Path, tmp_path: Path) -> None:
         (clone / ".git" / "HEAD").unlink()

@@ -133,7 +133,7 @@ class TestReading:
         with pytest.raises(RegistryError, match=why) as caught:
             read_patch(path)
         assert "1-it.patch" in caught.value.found
-        assert "nox -s edit" in caught.value.next_step
+        assert caught.value.next_step.endswith(f"git restore {path}")
 
 
 class TestApplication:
@@ -201,7 +201,7 @@ class TestRefusal:
         assert "nearest is line 5, where 6 of 7 lines agree" in error.found
         assert f"wanted: 'line {stray}\\n'" in error.found
         assert "found:  'changed \\n'" in error.found
-        assert "nox -s edit -- <release> <fix>" in error.next_step
+        assert "needs a rebase" in error.next_step
 
     def test_of_a_difference_that_cannot_be_seen_shows_it(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n")))

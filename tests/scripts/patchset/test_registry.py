@@ -15,6 +15,7 @@ ENTRY = """\
 [[fix]]
 id = "1"
 slug = "a-name"
+headline = "without it"
 title = "1 is right"
 kind = "backport"
 upstream-pr = "vllm-project/vllm#1"
@@ -95,6 +96,10 @@ class TestReading:
             ('id = "1"', "id = 1", "id: text and lists are mixed up"),
             ('id = "1"', 'id = "one"', "id is no number"),
             ('tests = ["tests/a.py", "tests/b.py::test"]', 'tests = "t"', "tests: text and lists"),
+            ('headline = "without it"\n', "", "headline"),
+            ('headline = "without it"\n', 'headline = ""\n', "headline is empty"),
+            ('"without it"', f'"{"a" * 61}"', "headline has more than 60 characters"),
+            ('"without it"', '"a\\nb"', "headline is not one line"),
             ('title = "1 is right"', 'title = ["a"]', "title: text and lists"),
             ('"it passes"', '"it\\npasses"', "remove_when is not one line"),
             ('"tests/a.py"', '"tests/a.py\\n"', "not one line"),

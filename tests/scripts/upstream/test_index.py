@@ -238,7 +238,7 @@ class TestNotAvailable:
             index.fetch(FILE)
         assert nowhere in caught.value.found
         assert "refused" in caught.value.found.lower()
-        assert "--wheel FILE" in caught.value.next_step
+        assert "connect once" in caught.value.next_step
 
     def test_index_without_the_file(self, served: LocalIndex) -> None:
         with pytest.raises(NetworkError, match="no source"):
