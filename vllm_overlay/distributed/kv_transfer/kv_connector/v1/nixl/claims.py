@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
+    of_transfer,
     printable,
 )
 
@@ -189,14 +190,4 @@ def _without_offer(params: Any) -> dict[str, Any] | None:  # noqa: ANN401 - a ch
     """A prefill for somebody else stays one. Other connectors' settings stay as well."""
     if params.get("do_remote_decode"):
         return {**params, "do_remote_prefill": False, "remote_block_ids": None}
-    return {name: value for name, value in params.items() if not _of_transfer(name)} or None
-
-
-def _of_transfer(name: str) -> bool:
-    """Whether NIXL's `request_finished` names this field, on any release."""
-    return name.startswith(("do_remote_", "remote_")) or name in (
-        "tp_size",
-        "dcp_size",
-        "pp_size",
-        "transfer_mode",
-    )
+    return {name: value for name, value in params.items() if not of_transfer(name)} or None
