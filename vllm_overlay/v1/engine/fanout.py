@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prefill request, one reader: transfer parameters when a request becomes several.
+"""All releases: one prefill request, one reader, also when a request becomes several.
 
 A client's request may become several engine requests: `n` samples of a prompt, several prompts
 in one completion, a batch of conversations, further turns after a tool call. All carry the

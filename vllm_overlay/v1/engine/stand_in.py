@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in: what the engine core is sent in place of a refused request, to be aborted at once.
+"""All releases: what the engine core is sent in place of a refused request.
 
 Aborting it runs the connector's own clean-up, which tells the prefill server that nobody will
 read. Only connectors that are known to take one get it: NIXL that pulls, also as one of several.

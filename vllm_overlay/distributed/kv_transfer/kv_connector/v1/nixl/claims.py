@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request uses the blocks that a peer keeps: the first that asks, and no other, ever.
+"""All releases: which request uses the blocks that a peer keeps: the first that asks.
 
-A prefill server frees a request's blocks as soon as it hears that somebody has read them or that
-nobody will. `kv_transfer_params` are not used up by that: a client or a router may send them
-again, after a refusal, a lost connection, an aborted request. By then the blocks hold another
-prompt. So the engine core remembers for which of its requests the blocks of each of the peer's
-requests are; whoever comes later computes its prompt.
+The first and no other, ever. A prefill server frees a request's blocks as soon as it hears that
+somebody has read them or that nobody will. `kv_transfer_params` are not used up by that: a client
+or a router may send them again, after a refusal, a lost connection, an aborted request. By then the
+blocks hold another prompt. So the engine core remembers for which of its requests the blocks of
+each of the peer's requests are; whoever comes later computes its prompt.
 
 The claim is made when a request is added to the scheduler, which one thread does, one request
 after the other. A stand-in for a refused request (`vllm_overlay.v1.engine.stand_in`) is such a

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kv_transfer_params` must look like for NIXL; they come from a client.
+"""All releases: what `kv_transfer_params` must look like for NIXL; clients send them.
 
 Their form is what a prefill server hands out (`NixlConnectorScheduler.request_finished`):
 `remote_engine_id`, `remote_request_id`, `remote_host`, `remote_port`, `tp_size` say whom to talk

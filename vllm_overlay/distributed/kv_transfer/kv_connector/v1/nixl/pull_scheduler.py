@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of `kv_transfer_params` where schedulers for pulling and for pushing are two classes.
+"""From 0.24.0 on: the check of `kv_transfer_params` where pull and push are two classes.
 
-From 0.24.0 on. What is done with the outcome is the same as before and stays in
+What is done with the outcome is the same as before and stays in
 `vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler`. Other than there, a request's
 blocks may be fewer than its prompt fills: some KV-cache groups are never transferred or have blocks
 of their own size, decode-context ranks share a prompt's blocks among them, and the last tokens of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of NIXL looks at `kv_transfer_params` once, before it believes them.
+"""All releases: `kv_transfer_params` are looked at once, before the scheduler believes them.
 
 Every request passes here, whoever made it. Parameters that cannot be used cost a line in the log:
 the prompt is computed by this engine, and the peer is told that it may free its blocks wherever
