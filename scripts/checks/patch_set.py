@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from rich.table import Table
@@ -14,8 +14,8 @@ from scripts.checks.typecheck import typecheck
 from scripts.commits.patches import commit_hooks, patch_text, release_repository
 from scripts.patchset.documents import documents
 from scripts.patchset.hooks import logic_in_hooks
-from scripts.patchset.overlay import overlay_files, stamp_all
-from scripts.patchset.patch import apply_patches
+from scripts.patchset.overlay import overlay_files, scope_of, stamp_all, uses
+from scripts.patchset.patch import Patch, apply_patches
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.series import Series, listed_patch, load_series, patch_names, releases_by_line
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT
@@ -59,6 +59,7 @@ def patch_set_faults() -> Iterator[str]:
         for path in sorted(OVERLAY.rglob("*.py"))
         if path.relative_to(ROOT).as_posix() not in used
     )
+    yield from _modules({r: s.patches for s in lines for r in releases.get(s.line, [])})
     yield from _documents(registry)
     _report(lines)
 
@@ -145,6 +146,29 @@ def _reexport(series: Series, registry: Registry, release: str) -> Iterator[str]
                     f"{series.line}/{patch.name}: exported again it has other bytes; "
                     "run: nox -s edit -- --restamp"
                 )
+
+
+def _modules(patches: Mapping[str, Sequence[Patch]]) -> Iterator[str]:
+    """Each module says for which releases it is, rightly, and has its test file."""
+    for path, needed in uses(patches).items():
+        name = path.relative_to(ROOT)
+        scope = scope_of(path)
+        if scope is None:
+            yield (
+                f"{name}: its first line does not say which releases it is for, "
+                "as in: Up to 0.22.1: what it holds"
+            )
+        elif wrong := [
+            release for release in patches if scope.holds(release) != (release in needed)
+        ]:
+            yield (
+                f"{name}: its first line says {scope.words!r}, but on {', '.join(wrong)} hooks "
+                f"{'reach it' if wrong[0] in needed else 'do not reach it'}"
+            )
+        mirror = path.relative_to(OVERLAY)
+        test = ROOT / "tests" / "overlay" / mirror.with_name(f"test_{mirror.name}")
+        if not test.is_file():
+            yield f"{name}: has no {test.relative_to(ROOT)}"
 
 
 def _documents(registry: Registry) -> Iterator[str]:

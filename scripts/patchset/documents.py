@@ -1,32 +1,40 @@
-"""The tables of the README and of docs/fixes.md, made from the registry and the series."""
+"""The tables of the README, docs/fixes.md and docs/overlay.md, made from registry and series."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from packaging.version import Version
+
+from scripts.patchset.overlay import Scope, scope_of, uses
+from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Fix, Registry, Unpatched
 from scripts.patchset.series import load_series, releases_by_line
-from scripts.project import ROOT
+from scripts.project import OVERLAY, ROOT
 
 README = ROOT / "README.md"
 FIXES = ROOT / "docs" / "fixes.md"
+MODULES = ROOT / "docs" / "overlay.md"
 _MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.DOTALL)
 
 
 def documents(registry: Registry) -> dict[Path, str]:
-    """Return what the README and docs/fixes.md have to say, by path."""
-    held = {
-        release: set(load_series(line).fix_ids)
+    """Return what the README and the pages of docs/ that are made have to say, by path."""
+    patches = {
+        release: patches
         for line, releases in releases_by_line().items()
+        for patches in [load_series(line).patches]
         for release in releases
     }
+    held = {release: {patch.fix_id for patch in each} for release, each in patches.items()}
     readme = README.read_text(encoding="utf-8")
     table = _table(registry, held)
     return {
         README: _MARKED.sub(lambda match: match[1] + table + match[2], readme),
         FIXES: _details(registry, held),
+        MODULES: _modules(registry, patches),
     }
 
 
@@ -82,3 +90,59 @@ def _part(one: Unpatched) -> str:
 
 def _names(tests: Iterable[str]) -> str:
     return ", ".join(f"`{test.rpartition('::')[2]}`" for test in tests)
+
+
+def _modules(registry: Registry, patches: Mapping[str, Sequence[Patch]]) -> str:
+    sections: dict[str, tuple[Scope, list[str]]] = {}
+    for path, needed in uses(patches).items():
+        scope = scope_of(path)
+        if scope is None or not needed:
+            continue  # lint says so
+        name = path.relative_to(OVERLAY).as_posix()
+        _, rows = sections.setdefault(scope.words, (scope, []))
+        link = f"[{name}](../{path.relative_to(ROOT).as_posix()})"
+        rows.append(f"| {link} | {scope.about.rstrip('.')} | {_needing(registry, needed)} |")
+    parts = [
+        "# The overlay\n<!-- made by `nox -s edit -- --restamp` from patches/ and the modules' "
+        "first lines -->\n",
+        "Which releases and which fixes a module of `vllm_overlay/` serves: those whose hooks "
+        "import it, or import what imports it. `__init__`, `__main__` and `provenance` are in "
+        "every build. Each module's tests are in its mirror below `tests/overlay/`.\n",
+    ]
+    for words, (_, rows) in sorted(sections.items(), key=lambda item: _order(item[1][0])):
+        parts.append(f"## {words}\n| module | what it holds | fixes |\n|---|---|---|")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join(parts)
+
+
+def _order(scope: Scope) -> tuple[bool, Version, Version]:
+    """All releases first, then by what they begin with, then by what they end with."""
+    least, most = Version("0"), Version("9999")
+    first = Version(scope.first) if scope.first else least
+    last = Version(scope.last) if scope.last else most
+    return (scope.first or scope.last) is not None, first, last
+
+
+def _needing(registry: Registry, needed: Mapping[str, Sequence[str]]) -> str:
+    """Name the fixes, each with its releases where those are not all of the module's."""
+    releases = list(needed)
+    named = []
+    for fix_id in registry.fixes:
+        among = [release for release in releases if fix_id in needed[release]]
+        if among:
+            named.append(f"{fix_id}{_span(among, releases)}")
+    return ", ".join(named)
+
+
+def _span(among: Sequence[str], releases: Sequence[str]) -> str:
+    """Say which of `releases` are `among` them, in brackets; nothing where all are."""
+    start = releases.index(among[0])
+    if among != releases[start : start + len(among)]:
+        return f" ({', '.join(among)})"
+    if len(among) == len(releases):
+        return ""
+    if start == 0:
+        return f" (up to {among[-1]})"
+    if among[-1] == releases[-1]:
+        return f" (from {among[0]} on)"
+    return f" ({among[0]} to {among[-1]})"

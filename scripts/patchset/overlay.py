@@ -9,17 +9,26 @@ than data, because upstream's own build packages only Python of folders it does 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from pprint import pformat
 
-from scripts.patchset.patch import Patch
+from packaging.version import Version
+
+from scripts.patchset.patch import Hunk, Patch
 from scripts.patchset.registry import Fix
 from scripts.project import OVERLAY, ROOT
 
 PACKAGE = OVERLAY.name
 _CORE = (f"{PACKAGE}", f"{PACKAGE}.__main__", f"{PACKAGE}.provenance")
+_SCOPE = re.compile(
+    r"(?P<words>All releases|From (?P<from>\d\S*) on|Up to (?P<up_to>\d\S*)"
+    r"|(?P<first>\d\S*) to (?P<last>\d\S*)): (?P<rest>\S.*)"
+)
+_IMPORT = re.compile(r"import [\w.]+|from [\w.]+ import ")
 _NOTICE = "# Modified by vllm-kvfix (Apache-2.0, section 4(b)): "
 
 
@@ -53,25 +62,36 @@ def module_path(module: str) -> Path | None:
 
 
 def imported_by_hooks(patch: Patch) -> list[str]:
-    """Return the names that the added lines of `patch` import, modules and their members."""
+    """Return the names that `patch` imports, modules and their members.
+
+    Also where it only puts another name into an import that is there already.
+    """
     names: list[str] = []
     for hunks in patch.files.values():
         for hunk in hunks:
-            names += imported_modules(ast.parse(_import_statements(hunk.added)))
+            names += imported_modules(ast.parse(_import_statements(hunk)))
     return names
 
 
-def _import_statements(lines: Iterable[str]) -> str:
-    """Keep the import statements among added lines, which need not parse as a whole."""
+def _import_statements(hunk: Hunk) -> str:
+    """Keep the import statements of the new text that an added line is part of."""
+    added = {_code(line) for line in hunk.added} - {"", ")"}  # which stand everywhere
     kept: list[str] = []
-    statement = ""  # as far as it goes on in the next line
-    for line in (line.partition("#")[0].strip() for line in lines):
-        if statement or line.startswith(("import ", "from ")):
-            kept.append(line)
-            statement += line
-            if statement.count("(") == statement.count(")") and not line.endswith("\\"):
-                statement = ""
+    statement: list[str] = []  # as far as it goes on in the next line
+    for line in map(_code, hunk.new):
+        if statement or _IMPORT.match(line):
+            statement.append(line)
+            text = "".join(statement)
+            if text.count("(") == text.count(")") and not line.endswith("\\"):
+                kept += statement if added.intersection(statement) else ()
+                statement = []
+    if added.intersection(statement):  # cut off by the hunk's end
+        kept += [*statement, ")"]
     return "\n".join(kept)
+
+
+def _code(line: str) -> str:
+    return line.partition("#")[0].strip()
 
 
 def imported_modules(tree: ast.AST) -> list[str]:
@@ -83,6 +103,63 @@ def imported_modules(tree: ast.AST) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
     return names
+
+
+@dataclass(frozen=True)
+class Scope:
+    """Which releases a module is for, as the first line of its docstring says.
+
+    Attributes:
+        words: "All releases", "From 0.24.0 on", "Up to 0.22.1" or "0.20.0 to 0.22.1". A bound is
+            where upstream changes, carried or not, so a release in between makes nothing false.
+        first, last: the bounds, both included; None where there is none.
+        about: the rest of the line.
+    """
+
+    words: str
+    first: str | None
+    last: str | None
+    about: str
+
+    def holds(self, release: str) -> bool:
+        """Whether `release` is among them."""
+        version = Version(release)
+        return (self.first is None or Version(self.first) <= version) and (
+            self.last is None or version <= Version(self.last)
+        )
+
+
+def scope_of(path: Path) -> Scope | None:
+    """Read which releases the overlay module in `path` is for; None where it does not say."""
+    line = (ast.get_docstring(ast.parse(path.read_bytes())) or "").partition("\n")[0]
+    said = _SCOPE.fullmatch(line)
+    if said is None:
+        return None
+    return Scope(
+        said["words"], said["from"] or said["first"], said["up_to"] or said["last"], said["rest"]
+    )
+
+
+def scoped_modules() -> list[Path]:
+    """Return the overlay modules that are not in every build whatever the patches."""
+    return [path for path in sorted(OVERLAY.rglob("*.py")) if not path.name.startswith("__")]
+
+
+def uses(patches: Mapping[str, Iterable[Patch]]) -> dict[Path, dict[str, list[str]]]:
+    """Return for each module which fixes need it on which release.
+
+    `patches` are those of each release. A fix needs what its hooks import and what that imports.
+    """
+    found: dict[Path, dict[str, list[str]]] = {path: {} for path in scoped_modules()}
+    needed: dict[int, list[Path]] = {}  # most patches serve several releases
+    for release, each in patches.items():
+        for patch in each:
+            if id(patch) not in needed:
+                files = {ROOT / name for name in overlay_files([patch])}
+                needed[id(patch)] = [path for path in found if path in files]
+            for path in needed[id(patch)]:
+                found[path].setdefault(release, []).append(patch.fix_id)
+    return found
 
 
 def provenance(fix: Fix) -> tuple[str, bytes]:

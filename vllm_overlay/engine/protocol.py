@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every engine client offers beyond vLLM's own protocol class."""
+"""All releases: what every engine client offers beyond vLLM's own protocol class."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ logger = init_logger(f"vllm.{__name__}")
 
 class KVTransferNotifier:
     """A base for `EngineClient`: it can be told of a request that will never reach the engine.
+
+    What it does then is said by `vllm_overlay.v1.engine.async_llm.AsyncKVTransferNotifier`.
 
     A plain method, not an abstract one: engine clients that live outside vLLM do not have it and
     must go on working. Theirs then keep what they did before, with one line in the log.

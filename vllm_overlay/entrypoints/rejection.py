@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A client's request that was turned down for good frees the KV blocks that wait for it elsewhere.
+"""All releases: a request turned down for good frees the KV blocks that wait elsewhere.
 
 `KVTransferRoute` is the route class of the endpoints that accept `kv_transfer_params`. It
 surrounds everything that belongs to a request (reading and validating its body, the handler, the

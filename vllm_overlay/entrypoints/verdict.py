@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an answer say that only another request can succeed? Then nobody needs the blocks any more.
+"""All releases: does an answer say that only another request can succeed?
 
-Everything else is no proof of that. After 429, 503 or any other error of the server, and after a
-connection that was lost before the engine had the request, a retry with the same
-`kv_transfer_params` is the rule, and it may go to any decode server. Another one may be about to
-read the blocks already, and this one cannot know. vLLM as released gets that right, because the
-prefill server still holds them; and no delay after which they were released here would be safe,
-unless it were as long as the prefill server's own lease, or that server confirmed the read.
-Therefore nothing is released: the lease is the delay.
+Then nobody needs the blocks any more. Everything else is no proof of that. After 429, 503 or any
+other error of the server, and after a connection that was lost before the engine had the request, a
+retry with the same `kv_transfer_params` is the rule, and it may go to any decode server. Another
+one may be about to read the blocks already, and this one cannot know. vLLM as released gets that
+right, because the prefill server still holds them; and no delay after which they were released here
+would be safe, unless it were as long as the prefill server's own lease, or that server confirmed
+the read. Therefore nothing is released: the lease is the delay.
 
 An answer that served (2xx) is never a refusal, whoever computed it. A stream that was turned down
 before its first token has answered 200 by then; its first event is the error, with a code.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scheduler's request carries beyond vLLM's own fields."""
+"""Up to 0.20.2: what a scheduler's request carries beyond vLLM's own fields."""
 
 from __future__ import annotations
 

@@ -22,10 +22,13 @@ LINT = (
     "from scripts.system.console import entry; "
 )
 HOOKED = "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py"
+TEST = "tests/overlay/distributed/kv_transfer/test_kv_transfer_state.py"
 OVERLAY = {
     "vllm_overlay/distributed/__init__.py": "",
     "vllm_overlay/distributed/kv_transfer/__init__.py": "",
-    HOOKED: "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
+    HOOKED: '"""From 0.20.0 on: what a hook calls."""\n'
+    "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
+    TEST: "",
 }
 
 
@@ -117,6 +120,52 @@ def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
         "README.md: is not what the registry says",
     ):
         assert said in found, f"{said}\n---\n{found}"
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("What a hook calls.", "does not say which releases it is for, as in: Up to 0.22.1: what"),
+        ("All releases", "does not say which releases it is for"),
+        ("Up to 0.19.1: what a hook calls.", "'Up to 0.19.1', but on 0.20.2 hooks reach it"),
+        ("0.18.0 to 0.20.1: what a hook calls.", "'0.18.0 to 0.20.1', but on 0.20.2 hooks reach"),
+        ("From 0.21.0 on: what a hook calls.", "'From 0.21.0 on', but on 0.20.2 hooks reach it"),
+    ],
+)
+def test_a_module_says_rightly_for_which_releases_it_is(
+    checkout: Checkout, line: str, said: str
+) -> None:
+    change(checkout.folder / HOOKED, "From 0.20.0 on: what a hook calls.", line)
+    (found,) = (fault for fault in faults(checkout) if fault.startswith(HOOKED))
+    assert said in found
+
+
+@pytest.mark.parametrize("words", ["All releases", "Up to 0.20.2", "0.20.0 to 0.22.0"])
+def test_the_page_of_the_overlay_follows_from_what_modules_say(
+    checkout: Checkout, words: str
+) -> None:
+    change(checkout.folder / HOOKED, "From 0.20.0 on", words)
+    page = "docs/overlay.md: is not what the registry says; run: nox -s edit -- --restamp"
+    assert faults(checkout) == [page]
+    assert checkout.run("edit", "--restamp").returncode == 0
+    assert faults(checkout) == []
+    text = (checkout.folder / "docs" / "overlay.md").read_text()
+    assert f"## {words}\n" in text
+    assert text.endswith("| what a hook calls | 1 |\n")
+
+
+def test_a_module_that_no_hook_of_its_releases_reaches(checkout: Checkout) -> None:
+    write(checkout.folder, {
+        "vllm_overlay/idle.py": '"""All releases: nothing."""\n',
+        "tests/overlay/test_idle.py": "",
+    })  # fmt: skip
+    said = "vllm_overlay/idle.py: its first line says 'All releases', but on 0.20.2 hooks do not"
+    assert [fault for fault in faults(checkout) if fault.startswith(said)]
+
+
+def test_a_module_without_tests(checkout: Checkout) -> None:
+    (checkout.folder / TEST).unlink()
+    assert faults(checkout) == [f"{HOOKED}: has no {TEST}"]
 
 
 def test_a_fix_needs_no_patch_where_the_registry_says_why(checkout: Checkout) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks call where a worker process sets up its KV connector."""
+"""Up to 0.23.0: what hooks call where a worker process sets up its KV connector."""
 
 from __future__ import annotations
 

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Has the engine core taken over a client's request? One fact, recorded where it happens.
+"""All releases: has the engine core taken over a client's request?
 
-A prefill server keeps a request's KV blocks until somebody reads them or tells it that nobody
-will. The engine core does one or the other for every request that it was sent. For a request
-that never got there the API server may have to speak up, and it must not for one that did: so it
-has to know, and what the client is answered does not say (a refusal of one prompt may follow when
-another has been sent). That nothing was recorded proves nothing either: an engine client may reach
-the engine core some other way. `vllm_overlay.entrypoints.verdict` has the other half.
+It is one fact, recorded where it happens. A prefill server keeps a request's KV blocks until
+somebody reads them or tells it that nobody will. The engine core does one or the other for every
+request that it was sent. For a request that never got there the API server may have to speak up,
+and it must not for one that did: so it has to know, and what the client is answered does not say (a
+refusal of one prompt may follow when another has been sent). That nothing was recorded proves
+nothing either: an engine client may reach the engine core some other way.
+`vllm_overlay.entrypoints.verdict` has the other half.
 
 An `Exchange` is one request of a client, from its arrival to the end of its answer. `admit` sends
 an engine request and records that it was sent; the exchange is found through a context variable,

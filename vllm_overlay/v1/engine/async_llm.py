@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the API server's engine client tells the engine core about a rejected request."""
+"""All releases: how the engine client tells the engine core about a rejected request."""
 
 from __future__ import annotations
 
@@ -23,8 +23,11 @@ ANSWER_TIMEOUT = 60
 """Seconds that all engine cores together have to answer; they do so between two steps."""
 
 
-class KVTransferRejecter:
-    """A base for `AsyncLLM` where upstream's has nothing of the kind."""
+class AsyncKVTransferNotifier:
+    """A base for `AsyncLLM` where upstream's has nothing of the kind: it can tell.
+
+    Every other engine client has `vllm_overlay.engine.protocol.KVTransferNotifier`, and cannot.
+    """
 
     async def notify_kv_transfer_request_rejected(
         self,
@@ -40,6 +43,9 @@ class KVTransferRejecter:
         engine = cast("AsyncLLM", self)
         if takes_stand_ins(engine.vllm_config.kv_transfer_config):
             await _release(engine, request_id, kv_transfer_params, data_parallel_rank)
+
+
+KVTransferRejecter = AsyncKVTransferNotifier  # what patches call it
 
 
 def claims_first(

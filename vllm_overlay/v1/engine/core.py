@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine core's side of a rejection: may it be told, and a request that is only aborted."""
+"""All releases: the engine core's side of a rejection.
+
+May it be told, and a request that is only aborted.
+"""
 
 from __future__ import annotations
 

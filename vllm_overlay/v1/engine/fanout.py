@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One prefill request, one reader: transfer parameters when a request becomes several.
+"""All releases: one prefill request, one reader, also when a request becomes several.
 
 A client's request may become several engine requests: `n` samples of a prompt, several prompts
 in one completion, a batch of conversations, further turns after a tool call. All carry the
@@ -18,6 +18,8 @@ from copy import copy
 from typing import Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import of_transfer
 
 Params = TypeVar("Params")
 
@@ -38,7 +40,7 @@ def transfer_once(params: Params, index: int) -> Params:
         return params
     own = copy(params)
     own.extra_args = {k: v for k, v in params.extra_args.items() if k != "kv_transfer_params"}
-    if rest := {name: value for name, value in transfer.items() if not _of_transfer(name)}:
+    if rest := {name: value for name, value in transfer.items() if not of_transfer(name)}:
         own.extra_args["kv_transfer_params"] = rest
     return own
 
@@ -46,14 +48,6 @@ def transfer_once(params: Params, index: int) -> Params:
 def transfer_done(params: Params) -> Params:
     """Return the parameters for a further turn of a request whose first turn had `params`."""
     return transfer_once(params, 1)
-
-
-_OF_TRANSFER = frozenset({"tp_size", "dcp_size", "pp_size", "transfer_mode"})
-"""What a NIXL scheduler's `request_finished` hands out beside names that begin with remote_."""
-
-
-def _of_transfer(name: str) -> bool:
-    return name.startswith(("do_remote_", "remote_")) or name in _OF_TRANSFER
 
 
 class RemembersTransfer:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An idle engine core looks now and then whether its connector can say what it still has to say.
+"""All releases: an idle engine core looks whether its connector has something to say.
 
 The core's loop blocks on its input queue while there is no work. It goes on doing so; where a
 connector asks for it (`WantsLooks`), the wait has an end, at which one step is taken right here,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A request that the engine core itself refuses, before its scheduler has it."""
+"""From 0.33.0 on: a request that the engine core refuses, before its scheduler has it."""
 
 from __future__ import annotations
 

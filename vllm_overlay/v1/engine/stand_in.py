@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stand-in: what the engine core is sent in place of a refused request, to be aborted at once.
+"""All releases: what the engine core is sent in place of a refused request.
 
 Aborting it runs the connector's own clean-up, which tells the prefill server that nobody will
 read. Only connectors that are known to take one get it: NIXL that pulls, also as one of several.
@@ -20,7 +20,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import claiming_connector
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import printable
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import are_for, printable
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_PULL = ("NixlConnector", "NixlPullConnector")
 _SHOWN = 64
 _ID = re.compile(r".{0,64}-rejected-[0-9a-f]{32}")
 
@@ -74,10 +73,10 @@ def takes_stand_ins(config: KVTransferConfig | None) -> bool:
     if config is None or config.kv_connector_module_path:  # somebody else's class
         return False
     if config.kv_connector != "MultiConnector":
-        return config.kv_connector in _PULL
+        return are_for(config.kv_connector, None)
     children = config.kv_connector_extra_config.get("connectors")
     return any(
-        child.get("kv_connector") in _PULL and not child.get("kv_connector_module_path")
+        are_for(child.get("kv_connector"), child.get("kv_connector_module_path"))
         for child in (children if isinstance(children, list) else [])
     )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +11,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.serving_app import REMOTE, body, serving
-from vllm_overlay.engine.protocol import KVTransferNotifier
-from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
 STOCK_TELLS = hasattr(AsyncLLM.notify_kv_transfer_request_rejected, "__wrapped__")
 """Stock sends any connector a stand-in: from 0.21.0 on."""
@@ -110,23 +108,6 @@ def test_who_cannot_be_told_is_nobody(lie: dict[str, Any]) -> None:
         assert core.sent == core.asked == []
 
 
-@pytest.mark.parametrize(
-    "name", ["x" * 5_000_000, "a\nb\r\x1b[31m", "\u2028\udcff", "", "-rejected-"]
-)
-def test_a_name_is_short_and_clean(name: str) -> None:
-    (stand_in,) = Engine(True).reject(name).sent
-    assert re.fullmatch(r".{0,64}-rejected-[0-9a-f]{32}", stand_in.request_id)
-    assert stand_in.request_id.isprintable()
-    aborted: Any = SimpleNamespace(request_id=stand_in.request_id, abort_immediately=True)
-    assert is_stand_in(aborted)
-
-
-def test_what_upstream_aborts_at_once_is_none_of_ours() -> None:
-    for name, abort in (("cmpl-1-deadbeef", True), (stand_in_id("x"), False)):
-        request: Any = SimpleNamespace(request_id=name, abort_immediately=abort)
-        assert not is_stand_in(request)
-
-
 MULTI = [{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "NixlConnector"}]
 
 
@@ -167,16 +148,3 @@ def test_one_404_with_another_connector(connector: str) -> None:
             assert server.core.told == ([REMOTE] if STOCK_TELLS else [])
 
     asyncio.run(test())
-
-
-def test_a_client_without_the_method_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    class First(KVTransferNotifier):
-        pass
-
-    class Second(KVTransferNotifier):
-        pass
-
-    for client in (First(), First(), Second(), First(), Second()):
-        asyncio.run(client.notify_kv_transfer_request_rejected("r", REMOTE))
-    said = [r.getMessage() for r in caplog.records if "cannot tell" in r.getMessage()]
-    assert [message.split()[0] for message in said] == ["First", "Second"]

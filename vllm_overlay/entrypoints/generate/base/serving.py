@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Transfer parameters and rejections as handlers see them that share `GenerateBaseServing`.
+"""From 0.33.0 on: parameters and rejections as handlers of `GenerateBaseServing` see them.
 
 On 0.33.0 it stands where `OpenAIServing` stands up to 0.22.1; see
 `vllm_overlay.entrypoints.openai.engine.serving` for that one.
@@ -12,12 +12,11 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.entrypoints.serve.engine.serving import BaseServing
-from vllm.sampling_params import SamplingParams
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_unsendable
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler import (
     find_pull_problem,
 )
+from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 from vllm_overlay.v1.engine.admission import current_exchange
 
 if TYPE_CHECKING:
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from vllm.entrypoints.pooling.typing import AnyPoolingRequest
     from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.engine.typing import AnyRequest
-
-_PULL = ("NixlConnector", "NixlPullConnector")
 
 
 def leaves_to_route(
@@ -55,8 +52,7 @@ class ChecksTransferParams(BaseServing):
     """A base for `GenerateBaseServing`: its handlers refuse parameters that NIXL cannot use.
 
     `_check_model` is the first thing that every handler does, when the answer is still open, for
-    a stream as well. Only NIXL's parameters are known in detail; with several connectors they may
-    be meant for another one.
+    a stream as well.
     """
 
     engine_client: EngineClient
@@ -64,25 +60,9 @@ class ChecksTransferParams(BaseServing):
     async def _check_model(self, request: AnyRequest | AnyPoolingRequest) -> ErrorResponse | None:
         if (error := await super()._check_model(request)) is not None:
             return error
-        params = _transfer_params(request)
-        if params is None:
-            return None
-        problem = find_unsendable(params)
-        config = self.engine_client.vllm_config.kv_transfer_config
-        if config is not None and config.kv_connector in _PULL:
-            problem = problem or find_pull_problem(params)
-        if problem is None:
-            return None
-        return self.create_error_response(
-            str(problem), param=f"kv_transfer_params.{problem.field}".rstrip(".")
+        return refused(
+            transfer_params(request, field_first=True),
+            self.engine_client.vllm_config,
+            find_pull_problem,
+            self.create_error_response,
         )
-
-
-def _transfer_params(request: AnyRequest | AnyPoolingRequest) -> object:
-    """What the handler will use; many kinds of requests have no such field."""
-    params = getattr(request, "kv_transfer_params", None)
-    # Where it is no field, a client's own word of that name is kept as it came.
-    sampling = getattr(request, "sampling_params", None)
-    if params is None and isinstance(sampling, SamplingParams):
-        return (sampling.extra_args or {}).get("kv_transfer_params")
-    return params

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rejections as the handlers of the OpenAI-style endpoints see them."""
+"""Up to 0.22.1: rejections as the handlers of the OpenAI-style endpoints see them."""
 
 from __future__ import annotations
 
@@ -8,13 +8,10 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
-from vllm.sampling_params import SamplingParams
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
-    find_problem,
-    find_unsendable,
-)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_problem
 from vllm_overlay.entrypoints.rejection import notify, remote_prefill
+from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
 
@@ -95,37 +92,18 @@ def checks_kv_transfer_params(
 ) -> Callable[[OpenAIServing, AnyRequest], Awaitable[ErrorResponse | None]]:
     """Have `_check_model`, the first thing that every handler does, look at the parameters too.
 
-    The answer is still open there, for a stream as well. Only NIXL's parameters are known in
-    detail; with several connectors they may be meant for another one.
+    The answer is still open there, for a stream as well.
     """
 
     @functools.wraps(check)
     async def wrapper(self: OpenAIServing, request: AnyRequest) -> ErrorResponse | None:
         if (error := await check(self, request)) is not None:
             return error
-        params = _transfer_params(request)
-        if params is None:
-            return None
-        problem = find_unsendable(params)
-        config = self.engine_client.vllm_config.kv_transfer_config
-        if config is not None and config.kv_connector == "NixlConnector":
-            problem = problem or find_problem(params)
-        if problem is None:
-            return None
-        return self.create_error_response(
-            str(problem), param=f"kv_transfer_params.{problem.field}".rstrip(".")
+        return refused(
+            transfer_params(request, field_first=False),
+            self.engine_client.vllm_config,
+            find_problem,
+            self.create_error_response,
         )
 
     return wrapper
-
-
-def _transfer_params(request: AnyRequest) -> object:
-    """What the handler will use; many kinds of requests have no such field.
-
-    A token-level request has the field as well, and its handler ignores it.
-    """
-    # Where it is no field, a client's own word of that name is kept as it came.
-    sampling = getattr(request, "sampling_params", None)
-    if isinstance(sampling, SamplingParams):
-        return (sampling.extra_args or {}).get("kv_transfer_params")
-    return getattr(request, "kv_transfer_params", None)

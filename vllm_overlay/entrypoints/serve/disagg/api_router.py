@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The route of /inference/v1/generate up to 0.22.1."""
+"""All releases: where /inference/v1/generate has parameters; up to 0.22.1 its route."""
 
 from __future__ import annotations
 

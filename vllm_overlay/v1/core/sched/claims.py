@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler's door: where a request claims the blocks that wait for it elsewhere."""
+"""All releases: where a request claims the blocks that wait for it elsewhere."""
 
 from __future__ import annotations
 

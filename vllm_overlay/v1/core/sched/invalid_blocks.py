@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the scheduler keeps of a request when some of its KV blocks could not be loaded.
+"""Up to 0.29.0: what is kept of a request when some of its KV blocks could not be loaded.
 
 Where the cache is one group that keeps every token, it keeps the tokens before the first invalid
 block and computes the rest anew. With several groups there is no such point: they need not fail

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`for_any_groups` for schedulers up to 0.18.1.
+"""Up to 0.18.1: `for_any_groups` for the schedulers of these releases.
 
 Theirs finds out by itself which of a request's tokens were computed before the step. Since
 0.19.0 it has to be told how many were scheduled.

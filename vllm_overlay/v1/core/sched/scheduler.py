@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What counts as work for an engine without requests."""
+"""All releases: what counts as work for an engine without requests."""
 
 from __future__ import annotations
 

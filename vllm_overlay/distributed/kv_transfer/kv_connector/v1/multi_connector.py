@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a connector made of several connectors passes on."""
+"""All releases: what a connector made of several connectors passes on."""
 
 from __future__ import annotations
 

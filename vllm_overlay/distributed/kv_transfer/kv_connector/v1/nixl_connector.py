@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the NIXL connector goes by up to 0.19.1, where all of it is one file.
+"""Up to 0.19.1: what the NIXL connector goes by where all of it is one file.
 
 The overlay names things as releases from 0.20.0 on do; here older names are joined to those.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,11 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
-    RARELY,
-    SOON,
-    NotificationsWait,
-)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import NotificationsWait
 from vllm_overlay.v1.engine.stand_in import stand_in_id
 
 REMOTE: dict[str, Any] = {
@@ -93,31 +87,6 @@ def test_a_child_that_wants_looks_gets_them(connector: MultiConnector) -> None:
     assert (connector.next_look() or 0.0) > first_look
     report(second, 0)
     assert connector.next_look() is None
-
-
-def test_looks_become_rarer_until_there_is_news(connector: MultiConnector) -> None:
-    child = connector._connectors[0]
-    assert isinstance(child, NixlConnector)
-
-    def pause() -> float:
-        return (child.next_look() or 0.0) - time.monotonic()
-
-    report(child, 4)
-    pauses = []
-    for _ in range(12):
-        child.looks()
-        pauses.append(pause())
-        report(child, 4)
-    assert pauses[0] < 3 * SOON
-    assert all(later > 1.5 * sooner for sooner, later in itertools.pairwise(pauses[:6]))
-    assert 0.9 * RARELY < pauses[-1] <= RARELY
-    report(child, 3)
-    assert pause() <= SOON
-
-
-def test_reports_of_several_ranks() -> None:
-    joined = NotificationsWait(2).aggregate(NotificationsWait(0)).aggregate(NotificationsWait(3))
-    assert joined.pending == 5
 
 
 def stand_in() -> Request:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks call in the part of the NIXL worker that pulling and pushing share, from 0.24.0 on."""
+"""From 0.24.0 on: what hooks call in the part of the worker that pull and push share."""
 
 from __future__ import annotations
 

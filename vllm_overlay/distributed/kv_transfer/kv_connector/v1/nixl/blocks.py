@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block of the prefill side goes into which block of ours.
+"""From 0.20.0 on: which block of the prefill side goes into which block of ours.
 
 Schedulers count in *logical* blocks (``--block-size`` tokens), attention kernels and transfers
 in *kernel* blocks. An engine's ratio is how many of its kernel blocks make one of its logical
@@ -133,7 +133,7 @@ def refuse_unpairable_hybrid(worker: NixlConnectorWorker, peer: NixlAgentMetadat
             "--no-enable-prefix-caching."
         )
     specs = [group.kv_cache_spec for group in worker.kv_cache_config.kv_cache_groups]
-    if windowed := [type(spec).__name__ for spec in specs if not _holds_all_tokens(spec)]:
+    if windowed := [type(spec).__name__ for spec in specs if not holds_all_tokens(spec)]:
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has {ratio} kernel blocks in a logical "
             f"block, this engine {own}. This model cannot be received then, because not every "
@@ -142,10 +142,10 @@ def refuse_unpairable_hybrid(worker: NixlConnectorWorker, peer: NixlAgentMetadat
         )
 
 
-def _holds_all_tokens(spec: KVCacheSpec) -> bool:
+def holds_all_tokens(spec: KVCacheSpec) -> bool:
     """Whether a group keeps every token's KV, or a state (which has no tokens to pair)."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(_holds_all_tokens, spec.kv_cache_specs.values()))
+        return all(map(holds_all_tokens, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec | MambaSpec)
 
 

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which request uses the blocks that a peer keeps: the first that asks, and no other, ever.
+"""All releases: which request uses the blocks that a peer keeps: the first that asks.
 
-A prefill server frees a request's blocks as soon as it hears that somebody has read them or that
-nobody will. `kv_transfer_params` are not used up by that: a client or a router may send them
-again, after a refusal, a lost connection, an aborted request. By then the blocks hold another
-prompt. So the engine core remembers for which of its requests the blocks of each of the peer's
-requests are; whoever comes later computes its prompt.
+The first and no other, ever. A prefill server frees a request's blocks as soon as it hears that
+somebody has read them or that nobody will. `kv_transfer_params` are not used up by that: a client
+or a router may send them again, after a refusal, a lost connection, an aborted request. By then the
+blocks hold another prompt. So the engine core remembers for which of its requests the blocks of
+each of the peer's requests are; whoever comes later computes its prompt.
 
 The claim is made when a request is added to the scheduler, which one thread does, one request
 after the other. A stand-in for a refused request (`vllm_overlay.v1.engine.stand_in`) is such a
@@ -25,6 +25,7 @@ from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
+    of_transfer,
     printable,
 )
 
@@ -189,14 +190,4 @@ def _without_offer(params: Any) -> dict[str, Any] | None:  # noqa: ANN401 - a ch
     """A prefill for somebody else stays one. Other connectors' settings stay as well."""
     if params.get("do_remote_decode"):
         return {**params, "do_remote_prefill": False, "remote_block_ids": None}
-    return {name: value for name, value in params.items() if not _of_transfer(name)} or None
-
-
-def _of_transfer(name: str) -> bool:
-    """Whether NIXL's `request_finished` names this field, on any release."""
-    return name.startswith(("do_remote_", "remote_")) or name in (
-        "tp_size",
-        "dcp_size",
-        "pp_size",
-        "transfer_mode",
-    )
+    return {name: value for name, value in params.items() if not of_transfer(name)} or None

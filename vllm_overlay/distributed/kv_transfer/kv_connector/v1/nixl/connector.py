@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An idle decode engine sends what it still has to say to a prefill server.
+"""All releases: an idle decode engine sends what it still has to say to a prefill server.
 
 A request that ends without reading its blocks (rejected, or aborted in the queue) leaves one
 thing to do: a notification. The worker sends it at once if it knows the prefill server; else it

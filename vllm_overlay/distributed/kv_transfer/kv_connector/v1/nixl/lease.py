@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lease deadlines that mean the same on every node.
+"""Up to 0.26.0: lease deadlines that mean the same on every node.
 
 P's scheduler stamps how long a finished request's blocks are kept for D
 (``VLLM_NIXL_ABORT_REQUEST_TIMEOUT`` from now) on its own ``time.perf_counter``; each P worker

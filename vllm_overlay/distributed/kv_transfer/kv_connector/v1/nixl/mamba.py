@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether a model keeps recurrent states. The NIXL scheduler says so itself from 0.19.0 on."""
+"""Up to 0.18.1: whether a model keeps recurrent states.
+
+The NIXL scheduler says so itself from 0.19.0 on.
+"""
 
 from __future__ import annotations
 

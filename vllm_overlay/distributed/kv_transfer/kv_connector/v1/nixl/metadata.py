@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks in the NIXL connector's metadata call."""
+"""All releases: what hooks in the NIXL connector's metadata call."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What telling a prefill server costs, where D does not know that server yet.
+"""All releases: what telling a prefill server costs that D does not know yet.
 
 A receive without blocks reads nothing: it only tells P that it may free its own. Where D meets this
 P for the first time it has to shake hands first, and vLLM has one thread for all handshakes, which

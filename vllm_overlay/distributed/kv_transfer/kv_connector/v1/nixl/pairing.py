@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which block of the prefill side goes into which block of ours, where upstream expands the ids.
+"""From 0.24.0 on: which block of theirs goes into which of ours, of ids upstream expands.
 
 The rule is that of `vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks`: blocks are
 paired rightly, or the peer is refused in the handshake. From 0.24.0 on the scheduler also says how
@@ -15,7 +15,7 @@ import numpy as np
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks import (
-    _holds_all_tokens,
+    holds_all_tokens,
     refuse_other_ratio,
     refuse_unpairable_hybrid,
 )
@@ -58,7 +58,7 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
         return
     refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
     specs = [group.kv_cache_spec for group in worker.kv_cache_config.transfer_groups]
-    if peer.block_size != worker.block_size and not all(map(_holds_all_tokens, specs)):
+    if peer.block_size != worker.block_size and not all(map(holds_all_tokens, specs)):
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
             f"tokens, this engine of {worker.block_size}, and not every layer keeps the whole "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `kv_transfer_params` must look like for NIXL; they come from a client.
+"""All releases: what `kv_transfer_params` must look like for NIXL; clients send them.
 
 Their form is what a prefill server hands out (`NixlConnectorScheduler.request_finished`):
 `remote_engine_id`, `remote_request_id`, `remote_host`, `remote_port`, `tp_size` say whom to talk
@@ -28,6 +28,11 @@ MAX_SHOWN = 200
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 """A field's name that may be repeated in an answer and in the log."""
+
+_OF_TRANSFER = frozenset({"tp_size", "dcp_size", "pp_size", "transfer_mode"})
+"""What a prefill server hands out beside names that begin with do_remote_ and remote_."""
+
+_PULLING = ("NixlConnector", "NixlPullConnector")
 
 MAX_ID_LENGTH = 4096
 """Characters in an id; a prefill server's request id may hold one that its client chose."""
@@ -59,6 +64,19 @@ def find_problem(params: object, *, groups: int | None = None) -> Problem | None
     if not asks_for_blocks(params):
         return None
     return peer_problem(params) or _blocks_problem(params, groups) or _tokens_problem(params)
+
+
+def of_transfer(name: str) -> bool:
+    """Whether a NIXL scheduler's `request_finished` names this field, on any release."""
+    return name.startswith(("do_remote_", "remote_")) or name in _OF_TRANSFER
+
+
+def are_for(connector: str | None, module_path: str | None) -> bool:
+    """Whether parameters are for NIXL, as configured: vLLM's own class, which pulls.
+
+    With a module path it is somebody else's class, whatever its name.
+    """
+    return connector in _PULLING and not module_path
 
 
 def printable(text: str) -> str:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check of `kv_transfer_params` where schedulers for pulling and for pushing are two classes.
+"""From 0.24.0 on: the check of `kv_transfer_params` where pull and push are two classes.
 
-From 0.24.0 on. What is done with the outcome is the same as before and stays in
+What is done with the outcome is the same as before and stays in
 `vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler`. Other than there, a request's
 blocks may be fewer than its prompt fills: some KV-cache groups are never transferred or have blocks
 of their own size, decode-context ranks share a prompt's blocks among them, and the last tokens of
@@ -116,10 +116,12 @@ def _checked(method: _Method) -> _Method:
         params = request.kv_transfer_params
         if params is None or type(params) is shared.CheckedParams:
             return method(self, request, *args, **kwargs)
-        if "kv_cache_config" not in vars(self):  # made by a test of vLLM's; see shared._check
-            checked = shared.CheckedParams(params if isinstance(params, dict) else {})
+        if not shared.has_engine(self):
+            checked = shared.as_checked(params)
         elif self._TRANSFER_MODE == "pull":
-            checked = _check(cast("NixlPullConnectorScheduler", self), request, params)
+            pulling = cast("NixlPullConnectorScheduler", self)
+            groups = len(self.kv_cache_config.transfer_groups)
+            checked = shared.check(pulling, request, groups, find_pull_problem, _coverage_problem)
         else:
             checked = _check_push(request, params)
         request.kv_transfer_params = checked
@@ -128,24 +130,8 @@ def _checked(method: _Method) -> _Method:
     return cast("_Method", wrapper)
 
 
-def _check(
-    scheduler: NixlPullConnectorScheduler, request: Request, params: object
-) -> shared.CheckedParams:
-    checked = shared.CheckedParams(params if isinstance(params, dict) else {})
-    groups = len(scheduler.kv_cache_config.transfer_groups)
-    shared._give_single_group_a_list(checked, groups)
-    problem = (
-        find_pull_problem(checked if isinstance(params, dict) else params, groups=groups)
-        or shared._engine_problem(scheduler, checked)
-        or _coverage_problem(scheduler, request, checked)
-    )
-    if problem is not None:
-        shared.give_up(scheduler, request, checked, groups, problem)
-    return checked
-
-
 def _check_push(request: Request, params: object) -> shared.CheckedParams:
-    checked = shared.CheckedParams(params if isinstance(params, dict) else {})
+    checked = shared.as_checked(params)
     if (problem := find_push_problem(params)) is not None:
         if checked.get("do_remote_decode") is True:  # it goes on prefilling for somebody
             checked["do_remote_prefill"] = False
@@ -201,6 +187,4 @@ def answer_handshake(
     answer = None
     if isinstance(pipeline, int) and isinstance(tensor, int):
         answer = encoded.get((pipeline, tensor))
-    if answer is None:
-        logger.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
-    socket.send_multipart((identity, b"", answer or b"", clock))
+    shared.send_metadata(socket, identity, answer, rank, clock)

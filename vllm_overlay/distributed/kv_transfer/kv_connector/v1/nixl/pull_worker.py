@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can go wrong in a pull, for workers that wait for the last read themselves.
+"""From 0.30.0 on: what can go wrong in a pull; the worker itself waits for the last read.
 
 From 0.30.0 on a worker keeps the receives that failed (`_recv_failures`) and reports each once none
 of its reads is left in `_recving_transfers`; up to 0.29.0 that is ours to do, see
@@ -15,12 +15,15 @@ Everything runs on the worker's main thread.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import release_all
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
+    notifications as notifications,  # a hook takes it from here
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -103,42 +106,6 @@ class GuardsNixl(NixlBaseConnectorWorker):
         """Shut down, whatever becomes of the reads that are left."""
         release_all(self, self.__dict__.get("_recving_transfers", {}))
         super().shutdown()
-
-
-def notifications(worker: NixlBaseConnectorWorker, *others: bytes) -> Iterable[list[bytes]]:
-    """Return what peers have sent since the last call, without what cannot be read.
-
-    What begins like one of `others` is somebody else's to read.
-    """
-    try:
-        arrived = worker.nixl_wrapper.get_new_notifs()
-    except Exception as error:
-        worker._log_failure("notification_poll_failed", None, error=error)
-        worker.xfer_stats.record_failed_notification()
-        return ()
-    return [
-        [n for n in sent if n.startswith(others) or _readable(worker, n, peer)]
-        for peer, sent in arrived.items()
-    ]
-
-
-def _readable(worker: NixlBaseConnectorWorker, notification: bytes, peer: str) -> bool:
-    """Whether it is "<request id>:<ranks that it is from or for>", or "HB:<request ids>"."""
-    try:
-        text = notification.decode("utf-8")
-        if not text.startswith("HB:") and (ranks := int(text.rsplit(":", 1)[1])) < 1:
-            raise ValueError(f"{ranks} ranks")
-    except Exception as error:
-        worker._log_failure(
-            "notification_unreadable",
-            None,
-            error=error,
-            remote_agent_name=peer,
-            payload=repr(notification)[:100],
-        )
-        worker.xfer_stats.record_failed_notification()
-        return False
-    return True
 
 
 # ---------------------------------------------------------------- K08

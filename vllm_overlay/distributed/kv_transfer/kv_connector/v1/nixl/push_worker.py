@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks call in a worker that pushes (`NixlPushConnector`), from 0.24.0 on.
+"""From 0.24.0 on: what hooks call in a worker that pushes (`NixlPushConnector`).
 
 Everything here runs on the thread that pushes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the receive of a request's KV fails on a decode worker, and how nothing else does.
+"""Up to 0.29.0: how the receive of a request's KV fails on D, and how nothing else does.
 
 The life of one receive, which the scheduler asks for in `start_load_kv` and awaits in
 `get_finished`::
@@ -42,6 +42,8 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.logger import init_logger
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -389,37 +391,12 @@ class GuardedReceives(AwaitedReceives):
 
     def notifications(self) -> Iterable[list[bytes]]:
         """Return what peers have sent since the last call, without what cannot be read."""
-        try:
-            arrived = self._worker.nixl_wrapper.get_new_notifs()
-        except Exception as error:
-            self._log("notification_poll_failed", error)
-            self._worker.xfer_stats.record_failed_notification()
-            return ()
-        if not arrived:
-            return ()
-        return [[n for n in sent if self._readable(n, peer)] for peer, sent in arrived.items()]
+        return inbox.notifications(self._worker, fit=self._tp_ratio)
 
-    def _readable(self, notification: bytes, peer: str) -> bool:
-        """Whether it is "<request id>:<ranks of the sender>", with ranks that we can serve.
-
-        Or, since 0.22.0, "HB:<request ids>": a heartbeat, which prolongs leases.
-        """
+    def _tp_ratio(self, ranks: int) -> int:
         topology = self._worker.transfer_topo
         assert topology is not None  # noqa: S101 - for mypy: set with the KV caches
-        try:
-            text = notification.decode("utf-8")
-            if text.startswith("HB:") and hasattr(self._worker, "_handle_heartbeat"):
-                return True
-            ranks = int(text.rsplit(":", 1)[1])
-            if ranks < 1:
-                raise ValueError(f"{ranks} ranks")
-            topology.tp_ratio(ranks)
-        except Exception as error:
-            shown = repr(notification)[:100]
-            self._log("notification_unreadable", error, remote_agent_name=peer, payload=shown)
-            self._worker.xfer_stats.record_failed_notification()
-            return False
-        return True
+        return topology.tp_ratio(ranks)
 
     def _log(
         self,

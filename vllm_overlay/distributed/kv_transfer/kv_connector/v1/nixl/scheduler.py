@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler side of NIXL looks at `kv_transfer_params` once, before it believes them.
+"""All releases: `kv_transfer_params` are looked at once, before the scheduler believes them.
 
 Every request passes here, whoever made it. Parameters that cannot be used cost a line in the log:
 the prompt is computed by this engine, and the peer is told that it may free its blocks wherever
@@ -57,44 +57,57 @@ def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
     if params is None:
         return Use.READ  # upstream's own code deals with nothing
     if type(params) is not CheckedParams:
-        params = request.kv_transfer_params = _check(scheduler, request, params)
+        if has_engine(scheduler):
+            groups = len(scheduler.kv_cache_config.kv_cache_groups)
+            params = check(scheduler, request, groups, find_problem, _coverage_problem)
+        else:
+            params = as_checked(params)
+        request.kv_transfer_params = params
     return params.use
 
 
-def _check(scheduler: NixlConnectorScheduler, request: Request, params: object) -> CheckedParams:
-    checked = CheckedParams(params if isinstance(params, dict) else {})
-    if "kv_cache_config" not in vars(scheduler):
-        # Made without its constructor, as some of vLLM's own tests do: it has no engine to fit.
-        return checked
-    groups = len(scheduler.kv_cache_config.kv_cache_groups)
-    _give_single_group_a_list(checked, groups)
-    problem = (
-        find_problem(checked if isinstance(params, dict) else params, groups=groups)
-        or _engine_problem(scheduler, checked)
-        or _coverage_problem(scheduler, request, checked)
-    )
-    if problem is not None:
-        give_up(scheduler, request, checked, groups, problem)
-    return checked
+def has_engine(scheduler: object) -> bool:
+    """Whether a scheduler was made by its constructor; some of vLLM's own tests do without."""
+    return "kv_cache_config" in vars(scheduler)
 
 
-def give_up(
+def as_checked(params: object) -> CheckedParams:
+    """Take parameters as they are; what is no object holds none."""
+    return CheckedParams(params if isinstance(params, dict) else {})
+
+
+def check(
     scheduler: NixlConnectorScheduler,
     request: Request,
-    params: CheckedParams,
     groups: int,
-    problem: Problem,
-) -> None:
-    """Make of a request's bad parameters what can be made of them, and say so."""
-    told = _disarm(scheduler, params, groups)
-    logger.warning(
-        "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; %s.",
-        printable(request.request_id),
-        problem,
-        "their owner is told to free them"
-        if told
-        else "their owner cannot be told and keeps them until its own timeout",
+    find: Callable[..., Problem | None],
+    covers: Callable[[Any, Request, CheckedParams], Problem | None],
+) -> CheckedParams:
+    """Look at a request's parameters; make of bad ones what can be made of them, and say so.
+
+    `groups` is how many KV-cache groups are transferred, `find` says what is wrong with the
+    parameters as such (`find_problem`), `covers` whether they name too few blocks.
+    """
+    params: object = request.kv_transfer_params
+    checked = as_checked(params)
+    _give_single_group_a_list(checked, groups)
+    problem = (
+        find(checked if isinstance(params, dict) else params, groups=groups)
+        or _engine_problem(scheduler, checked)
+        or covers(scheduler, request, checked)
     )
+    if problem is not None:
+        told = _disarm(scheduler, checked, groups)
+        logger.warning(
+            "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; "
+            "%s.",
+            printable(request.request_id),
+            problem,
+            "their owner is told to free them"
+            if told
+            else "their owner cannot be told and keeps them until its own timeout",
+        )
+    return checked
 
 
 def _give_single_group_a_list(params: CheckedParams, groups: int) -> None:
@@ -244,6 +257,17 @@ def answer_handshake(
     listener must go on listening.
     """
     answer = encoded.get(rank) if isinstance(rank, int) else None
+    send_metadata(socket, identity, answer, rank)
+
+
+def send_metadata(
+    socket: zmq.Socket[bytes],
+    identity: bytes,
+    answer: bytes | None,
+    rank: object,
+    *more: bytes,
+) -> None:
+    """Send a peer the metadata of a rank and what else the release says; empty if there is none."""
     if answer is None:
         logger.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
-    socket.send_multipart((identity, b"", answer or b""))
+    socket.send_multipart((identity, b"", answer or b"", *more))

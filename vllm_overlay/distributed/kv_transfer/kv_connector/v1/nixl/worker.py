@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hooks in the NIXL connector's worker call, on either side of a transfer."""
+"""Up to 0.20.2: what hooks in the NIXL connector's worker call, on either side."""
 
 from __future__ import annotations
 

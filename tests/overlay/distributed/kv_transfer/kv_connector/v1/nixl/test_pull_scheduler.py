@@ -1,4 +1,7 @@
-"""Parameters that lie, where prefill servers push: they end no engine."""
+"""Parameters that lie, where pull and push are two classes: they end no engine.
+
+How a scheduler that pulls plays them is in test_scheduler.py; here are its further fields.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,11 @@ from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 
 push_scheduler = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"
+)
+
+pull_scheduler = pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler",
+    reason="from 0.24.0 on",
 )
 
 _names = (f"request-{i}" for i in itertools.count())
@@ -76,3 +84,39 @@ def test_good_parameters_register(blocks: object) -> None:
     assert registration["remote_host"] == GOOD["remote_host"]
     assert list(metadata.reqs_to_recv) == list(metadata.push_registrations)
     assert list(play({**GOOD, "remote_block_ids": blocks}, aborted=True).reqs_to_recv)
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
+@pytest.mark.parametrize("value", ["1", 1.0, True, None, -1, 2**63, [1]])
+def test_a_number_that_is_none(field: str, value: object) -> None:
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        problem = find({**GOOD, field: value})
+        assert problem is not None and problem.field == field
+    # Nobody reads it where no blocks are asked for.
+    assert pull_scheduler.find_pull_problem({"do_remote_decode": True, field: value}) is None
+
+
+@pytest.mark.parametrize("expiry", [None, 0, 1.5, -1.0])
+def test_when_blocks_expire(expiry: object) -> None:
+    params = {**GOOD, "remote_blocks_expiry_time": expiry}
+    assert pull_scheduler.find_pull_problem(params) is None
+
+
+@pytest.mark.parametrize("expiry", ["soon", True, [1.0]])
+def test_when_blocks_expire_and_no_time(expiry: object) -> None:
+    problem = pull_scheduler.find_pull_problem({**GOOD, "remote_blocks_expiry_time": expiry})
+    assert problem is not None and problem.field == "remote_blocks_expiry_time"
+
+
+@pytest.mark.parametrize(
+    "rank", [(0, 1), (1, 0), (-1, 0), (None, 0), ("0", 0), ([], {}), (0, 0.0), (0, 2**70)]
+)
+def test_the_listener_answers_whatever_rank_is_asked_for(
+    rank: tuple[object, object], caplog: pytest.LogCaptureFixture
+) -> None:
+    sent: list[tuple[bytes, ...]] = []
+    socket: Any = SimpleNamespace(send_multipart=sent.append)
+    pull_scheduler.answer_handshake(socket, b"who", {(0, 0): b"said"}, rank, b"now")
+    pull_scheduler.answer_handshake(socket, b"who", {(0, 0): b"said"}, (0, 0), b"now")
+    assert sent == [(b"who", b"", b"", b"now"), (b"who", b"", b"said", b"now")]
+    assert len([m for m in caplog.messages if "there is none" in m]) == 1

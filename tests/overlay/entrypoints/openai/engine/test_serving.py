@@ -1,0 +1,82 @@
+"""Handlers that are used without HTTP: no route watches, so they free what waits themselves."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.serving_app import REMOTE, Server, serving
+
+pytest.importorskip("vllm_overlay.entrypoints.openai.engine.serving", reason="up to 0.22.1")
+
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+
+from vllm_overlay.v1.engine.admission import open_exchange
+
+
+async def complete(server: Server, **changes: Any) -> Any:  # noqa: ANN401 - any field, any answer
+    fields = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "kv_transfer_params": dict(REMOTE)}
+    handler = server.app.state.openai_serving_completion
+    try:
+        return await handler.create_completion(CompletionRequest(**{**fields, **changes}), None)
+    finally:
+        await server.settled()
+
+
+def test_a_refusal_is_told_once() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            refused = await complete(server, model="no-such-model")
+            assert isinstance(refused, ErrorResponse)
+            assert server.core.told == [REMOTE]
+            assert server.core.admitted == []
+
+    asyncio.run(test())
+
+
+def test_what_is_served_is_not_told() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            assert not isinstance(await complete(server), ErrorResponse)
+            assert server.core.told == []
+            assert len(server.core.readers) == 1
+
+    asyncio.run(test())
+
+
+def test_where_a_route_watches_it_decides() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            with open_exchange():
+                refused = await complete(server, model="no-such-model")
+            assert isinstance(refused, ErrorResponse)
+            assert server.core.requests == []
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize(
+    ("connector", "changes"),
+    [(None, {}), ("NixlConnector", {"kv_transfer_params": {"do_remote_prefill": False}})],
+)
+def test_where_nothing_waits(connector: str | None, changes: dict[str, Any]) -> None:
+    async def test() -> None:
+        async with serving(connector=connector) as server:
+            await complete(server, model="no-such-model", **changes)
+            assert server.core.requests == []
+
+    asyncio.run(test())
+
+
+def test_parameters_that_nixl_cannot_use_are_named() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            refused = await complete(server, kv_transfer_params={**REMOTE, "remote_port": "x"})
+            assert refused.error.code == 400
+            assert refused.error.param == "kv_transfer_params.remote_port"
+            assert server.core.admitted == []
+
+    asyncio.run(test())

@@ -1,0 +1,74 @@
+"""The parameters that a handler looks at, and whose are refused."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.sampling_params import SamplingParams
+
+from tests.support.lying_params import GOOD
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_problem
+from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
+
+BAD = {**GOOD, "remote_port": "x"}
+UNSENDABLE = {"other": 2**70}
+
+
+def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
+    """A token-level request, with parameters in both places."""
+    extra: Any = sampling if sampling is None else {"kv_transfer_params": sampling}
+    return SimpleNamespace(kv_transfer_params=own, sampling_params=SamplingParams(extra_args=extra))
+
+
+@pytest.mark.parametrize(
+    ("request_", "field_first", "sampling_only"),
+    [
+        (SimpleNamespace(kv_transfer_params=GOOD), GOOD, GOOD),
+        (SimpleNamespace(), None, None),
+        # Where it is no field, a client's own word of that name.
+        (SimpleNamespace(kv_transfer_params=GOOD, sampling_params={"top_p": 1}), GOOD, GOOD),
+        (tokens(GOOD, BAD), GOOD, BAD),
+        (tokens(None, BAD), BAD, BAD),
+        (tokens(GOOD, None), GOOD, None),
+    ],
+)
+def test_what_the_handler_will_use(
+    request_: object, field_first: object, sampling_only: object
+) -> None:
+    assert transfer_params(request_, field_first=True) == field_first
+    assert transfer_params(request_, field_first=False) == sampling_only
+
+
+def answer(params: object, connector: str | None, module: str | None = None) -> Any:  # noqa: ANN401
+    kv = connector and SimpleNamespace(kv_connector=connector, kv_connector_module_path=module)
+    config: Any = SimpleNamespace(kv_transfer_config=kv)
+    return refused(params, config, find_problem, lambda message, *, param: (message, param))
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "NixlPullConnector"])
+def test_what_nixl_cannot_use(connector: str) -> None:
+    message, param = answer(BAD, connector)
+    assert param == "kv_transfer_params.remote_port"
+    assert message.startswith(param)
+    assert answer("no object", connector)[1] == "kv_transfer_params"
+    assert answer(GOOD, connector) is None
+    assert answer(None, connector) is None
+
+
+@pytest.mark.parametrize(
+    ("connector", "module"),
+    [
+        (None, None),
+        ("MultiConnector", None),
+        ("MooncakeConnector", None),
+        ("NixlPushConnector", None),
+        # From 0.20.0 on vLLM takes the class from there, whatever its name.
+        ("NixlConnector", "in.house"),
+        ("NixlPullConnector", "in.house"),
+    ],
+)
+def test_what_may_be_meant_for_another_connector(connector: str | None, module: str | None) -> None:
+    assert answer(BAD, connector, module) is None
+    assert answer(UNSENDABLE, connector, module)[1] == "kv_transfer_params.other"

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All releases: the `kv_transfer_params` of a request, as its handler looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.sampling_params import SamplingParams
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
+    Problem,
+    are_for,
+    find_unsendable,
+)
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+
+def transfer_params(request: object, *, field_first: bool) -> object:
+    """Return what the handler will use; many kinds of requests have no such field.
+
+    A token-level request has two places: `field_first` says that its handler looks at its field,
+    and at its sampling parameters only where that is empty. Otherwise it ignores the field.
+    """
+    field = getattr(request, "kv_transfer_params", None)
+    # Where it is no field, a client's own word of that name is kept as it came.
+    sampling = getattr(request, "sampling_params", None)
+    if not isinstance(sampling, SamplingParams) or (field_first and field is not None):
+        return field
+    return (sampling.extra_args or {}).get("kv_transfer_params")
+
+
+def refused(
+    params: object,
+    config: VllmConfig,
+    find_problem: Callable[[object], Problem | None],
+    create_error: Callable[..., Any],
+) -> Any:  # noqa: ANN401 - whatever `create_error` makes
+    """Return the answer to a request whose parameters cannot be used, else None.
+
+    Only NIXL's are known in detail, to `find_problem`; with several connectors they may be meant
+    for another one.
+    """
+    if params is None:
+        return None
+    problem = find_unsendable(params)
+    kv = config.kv_transfer_config
+    if kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path):
+        problem = problem or find_problem(params)
+    if problem is None:
+        return None
+    return create_error(str(problem), param=f"kv_transfer_params.{problem.field}".rstrip("."))
