@@ -116,7 +116,7 @@ def _checked(method: _Method) -> _Method:
         params = request.kv_transfer_params
         if params is None or type(params) is shared.CheckedParams:
             return method(self, request, *args, **kwargs)
-        if "kv_cache_config" not in vars(self):  # made by a test of vLLM's; see shared._check
+        if "block_size" not in vars(self):  # made by a test of vLLM's; see shared._check
             checked = shared.CheckedParams(params if isinstance(params, dict) else {})
         elif self._TRANSFER_MODE == "pull":
             checked = _check(cast("NixlPullConnectorScheduler", self), request, params)

@@ -63,7 +63,7 @@ def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
 
 def _check(scheduler: NixlConnectorScheduler, request: Request, params: object) -> CheckedParams:
     checked = CheckedParams(params if isinstance(params, dict) else {})
-    if "kv_cache_config" not in vars(scheduler):
+    if "block_size" not in vars(scheduler):
         # Made without its constructor, as some of vLLM's own tests do: it has no engine to fit.
         return checked
     groups = len(scheduler.kv_cache_config.kv_cache_groups)
