@@ -41,8 +41,13 @@ class AsyncKVTransferNotifier:
         With a connector that is not known to take a stand-in: nothing.
         """
         engine = cast("AsyncLLM", self)
+
+        async def send(name: str, params: dict[str, Any], *, data_parallel_rank: int) -> None:
+            stand_in = make_stand_in(name, params, data_parallel_rank)
+            await engine.engine_core.add_request_async(stand_in)
+
         if takes_stand_ins(engine.vllm_config.kv_transfer_config):
-            await _release(engine, request_id, kv_transfer_params, data_parallel_rank)
+            await _release(engine, send, request_id, kv_transfer_params, data_parallel_rank)
 
 
 KVTransferRejecter = AsyncKVTransferNotifier  # what patches call it
@@ -51,7 +56,10 @@ KVTransferRejecter = AsyncKVTransferNotifier  # what patches call it
 def claims_first(
     notify: Callable[..., Awaitable[None]],
 ) -> Callable[..., Awaitable[None]]:
-    """Replace `AsyncLLM`'s own way of telling a prefill server, for connectors that ours is for."""
+    """Have `AsyncLLM` send its own stand-in only if nobody reads, to connectors that take ours.
+
+    What is to be in a stand-in differs from release to release: upstream's has it.
+    """
 
     @functools.wraps(notify)
     async def wrapper(
@@ -61,18 +69,25 @@ def claims_first(
         *,
         data_parallel_rank: int | None = None,
     ) -> None:
-        if takes_stand_ins(self.vllm_config.kv_transfer_config):
-            await _release(self, request_id, kv_transfer_params, data_parallel_rank)
+        send = functools.partial(notify, self)
+        # One of vLLM's own tests makes an engine client without its constructor.
+        config = getattr(self, "vllm_config", None)
+        if config is not None and takes_stand_ins(config.kv_transfer_config):
+            await _release(self, send, request_id, kv_transfer_params, data_parallel_rank)
         else:
-            await notify(
-                self, request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank
-            )
+            await send(request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank)
 
     return wrapper
 
 
-async def _release(engine: AsyncLLM, name: str, params: dict[str, Any], rank: int | None) -> None:
-    """Send an engine core a stand-in for the rejected request, to be aborted at once.
+async def _release(
+    engine: AsyncLLM,
+    send: Callable[..., Awaitable[None]],
+    name: str,
+    params: dict[str, Any],
+    rank: int | None,
+) -> None:
+    """`send` an engine core a stand-in for the rejected request, to be aborted at once.
 
     The engine core that gets it uses it only if no other request of its own uses the same blocks
     (K11). One of several does not know what the others have, so all of them have to agree first.
@@ -89,9 +104,7 @@ async def _release(engine: AsyncLLM, name: str, params: dict[str, Any], rank: in
     stand_in = stand_in_id(name)
     if not await _nobody_else_reads(engine, params, stand_in):
         return
-    await engine.engine_core.add_request_async(
-        make_stand_in(stand_in, params, _existing_rank(engine, rank))
-    )
+    await send(stand_in, params, data_parallel_rank=_existing_rank(engine, rank))
 
 
 async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant: str) -> bool:

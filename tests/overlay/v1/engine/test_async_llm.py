@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
@@ -76,6 +77,27 @@ def test_one_engine_core_is_not_asked() -> None:
     assert stand_in.abort_immediately
     assert stand_in.sampling_params is not None
     assert stand_in.sampling_params.extra_args == {"kv_transfer_params": REMOTE}
+
+
+@pytest.mark.skipif(not STOCK_TELLS, reason="stock has no stand-in")
+def test_what_is_sent_is_stocks_but_for_its_name() -> None:
+    """On 0.33.0, for instance, one says that it wants no watermark."""
+    engine = Engine(True)
+    stock = AsyncLLM.notify_kv_transfer_request_rejected.__wrapped__  # type: ignore[attr-defined]
+    asyncio.run(stock(engine, "r", REMOTE, data_parallel_rank=0))
+    ours, theirs = (
+        msgspec.structs.replace(sent, request_id="r", arrival_time=0.0)
+        for sent in reversed(engine.reject().sent)
+    )
+    assert ours == theirs
+
+
+def test_an_engine_client_that_is_none_of_ours_does_what_stock_does() -> None:
+    """One of vLLM's own tests makes one without its constructor."""
+    engine = Engine(True)
+    del engine.vllm_config
+    if STOCK_TELLS:
+        assert [sent.request_id for sent in engine.reject().sent] == ["r"]
 
 
 def test_all_engine_cores_are_asked_first() -> None:

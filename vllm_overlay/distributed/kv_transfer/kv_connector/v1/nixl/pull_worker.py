@@ -167,6 +167,8 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
         return results
 
     def _tell(self, req_id: ReqId, reads: _Reads) -> None:
+        if reads.remote.engine_id in self._invalid_remote_engines:
+            return  # NIXL knows this peer no more; nothing can be sent before it shakes hands again
         # A client may have made up an id that is no text; P does not know it anyhow.
         word = f"{reads.remote.request_id}:{reads.readers}".encode(errors="replace")
         # Not by index: that would make the engine look connected.

@@ -67,8 +67,11 @@ def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
 
 
 def has_engine(scheduler: object) -> bool:
-    """Whether a scheduler was made by its constructor; some of vLLM's own tests do without."""
-    return "kv_cache_config" in vars(scheduler)
+    """Whether a scheduler was made by its constructor; some of vLLM's own tests do without.
+
+    Those that do give it a cache configuration at most, not the block size of an engine.
+    """
+    return "block_size" in vars(scheduler)
 
 
 def as_checked(params: object) -> CheckedParams:
