@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import json
 from collections import Counter
@@ -23,7 +22,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
 from tests import serving_app
-from tests.parity.scenario import LeftOutError, Observed, scenario, since
+from tests.parity.scenario import Observed, scenario, since
 from tests.parity.visits import OWN, seen, serving, visit
 from tests.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body
 
@@ -221,11 +220,3 @@ async def requests_are_balanced(what: str) -> Observed:
             if what != "good ones":
                 await server.post(COMPLETIONS, body(COMPLETIONS, REMOTE, model="no-such-model"))
     return chosen
-
-
-@scenario()
-async def the_servicer_of_grpc() -> Observed:
-    """vLLM's gRPC server, whose servicer is a package of its own."""
-    if importlib.util.find_spec("smg_grpc_servicer") is None:
-        raise LeftOutError("smg-grpc-servicer, which has vLLM's servicer, is not installed")
-    raise LeftOutError("nobody has written how to call this servicer in one process")

@@ -134,6 +134,12 @@ def current_exchange() -> Exchange | None:
     return _exchange.get()
 
 
+def has_given_up(params: dict[str, Any]) -> bool:
+    """Whether the running code works for an exchange that has released what `params` name."""
+    exchange = _exchange.get()
+    return exchange is not None and exchange.released == _blocks(params)
+
+
 async def admit(engine: AsyncLLM, request: EngineCoreRequest) -> None:
     """Send a request to the engine core and record it in the current exchange.
 
