@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
@@ -12,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.patchset.registry import Registry
-from scripts.project import REPORTS, ROOT, project
-from scripts.prove.environment import Environment, stage
+from scripts.project import REPORTS, ROOT, project, read_toml
+from scripts.prove.environment import Environment, installer, stage
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.files import sha256
@@ -81,6 +82,7 @@ def compare(release: str, name: str, registry: Registry) -> list[Comparison]:
     wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
     for side, wheel in wheels.items():
         environment.install_into(work / side, wheel, sha256(wheel))
+    clients = _clients(environment, work / "clients")
     affected = [fix.id for fix in registry.fixes.values() if fix.affects(release)]
     wire = work / "run"
     shutil.rmtree(wire, ignore_errors=True)
@@ -88,14 +90,45 @@ def compare(release: str, name: str, registry: Registry) -> list[Comparison]:
     # Both at once: some scenarios need what the other side has written.
     with ThreadPoolExecutor(max_workers=len(SIDES)) as pool:
         results = pool.map(
-            lambda side: _run(environment, work / side, side, wire, name, affected), SIDES
+            lambda side, given: _run(environment, given, side, wire, name, affected),
+            SIDES,
+            [variables(environment, work / side, clients) for side in SIDES],
         )
         rows = dict(zip(SIDES, results, strict=True))
     return compared(rows["stock"], rows["patched"], registry.fixes)
 
 
+def _clients(environment: Environment, folder: Path) -> Path:
+    """Make a folder with what pyproject.toml has parity need, without what that needs in turn.
+
+    It is no part of the environment: some of it is a plugin, which vLLM loads wherever it is
+    installed.
+    """
+    document = read_toml(ROOT / "pyproject.toml")
+    wanted: list[str] = document["tool"]["kvfix"]["parity"]["requirements"]
+    stamp = folder / "kvfix.txt"
+    if not stamp.is_file() or stamp.read_text() != "\n".join(wanted):
+        shutil.rmtree(folder, ignore_errors=True)
+        options = ("--no-deps", "--target", folder)
+        run([*installer(environment.python), *options, *wanted], timeout=600)
+        stamp.write_text("\n".join(wanted))
+    return folder
+
+
+def variables(environment: Environment, site: Path, clients: Path) -> dict[str, str]:
+    """Return the variables under which the `vllm` of `site` and `clients` are imported."""
+    found = environment.variables(site)
+    found["PYTHONPATH"] += os.pathsep + str(clients)
+    return found | {"VLLM_PLUGINS": ""}  # none: the scenarios call what they need
+
+
 def _run(
-    environment: Environment, site: Path, side: str, wire: Path, name: str, affected: list[str]
+    environment: Environment,
+    variables: Mapping[str, str],
+    side: str,
+    wire: Path,
+    name: str,
+    affected: list[str],
 ) -> dict[str, Row]:
     """Run one side and return its rows by the scenario's name."""
     err.print(f"{environment.release}: {side} ...")
@@ -108,7 +141,7 @@ def _run(
                 "-k", name, "--wire", wire, side, other, "--affected", *affected,
             ],
             cwd=stage(),
-            env=environment.variables(site),
+            env=variables,
             timeout=_LIMIT,
             check=False,
         )  # fmt: skip

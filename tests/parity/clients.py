@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib.util
 import inspect
 import json
 from collections import Counter
@@ -221,11 +220,3 @@ async def requests_are_balanced(what: str) -> Observed:
             if what != "good ones":
                 await server.post(COMPLETIONS, body(COMPLETIONS, REMOTE, model="no-such-model"))
     return chosen
-
-
-@scenario()
-async def the_servicer_of_grpc() -> Observed:
-    """vLLM's gRPC server, whose servicer is a package of its own."""
-    if importlib.util.find_spec("smg_grpc_servicer") is None:
-        raise LeftOutError("smg-grpc-servicer, which has vLLM's servicer, is not installed")
-    raise LeftOutError("nobody has written how to call this servicer in one process")

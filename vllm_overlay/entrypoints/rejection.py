@@ -103,7 +103,10 @@ class KVTransferRoute(APIRoute):
                     or not await _answer_refusal(scope, receive, send_and_note, error)
                 ):
                     raise
-            if verdict.is_final and (params := self._waiting(body)) is not None:
+            # From 0.21 to 0.22 /v1/messages makes a 500 of what its handler refuses, and stock
+            # frees the blocks all the same: the request cannot be served by sending it again.
+            final = verdict.is_final or (verdict.is_fault and exchange.refused)
+            if final and (params := self._waiting(body)) is not None:
                 request = Request(scope)
                 name = request.headers.get("X-Request-Id") or _parse(body).get("request_id")
                 await exchange.end(params, lambda: notify(engine, name, params, request))

@@ -51,6 +51,11 @@ class Verdict:
         """Whether the client was told that the same request would be refused again."""
         return self.status is not None and is_final(self.status)
 
+    @property
+    def is_fault(self) -> bool:
+        """Whether the client was told of a fault of the server."""
+        return self.status is not None and self.status >= 500
+
     def lose_client(self) -> None:
         """Note that the client has gone; what is sent from now on, nobody hears."""
         self._lost = True

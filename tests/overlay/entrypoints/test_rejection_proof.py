@@ -11,6 +11,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
+from packaging.version import Version
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine import EngineCoreRequest
 
@@ -25,6 +27,8 @@ HANDLERS = {
     RESPONSES: ("openai_serving_responses", "create_responses"),
     GENERATE: ("serving_tokens", "serve_tokens"),
 }
+SAYS_SO = Version(vllm.__version__) >= Version("0.23")
+"""Whether /v1/messages answers a refusal of its handler with a 400, as the other endpoints."""
 FINAL = [400, 404, 422]
 RETRIED = [429, 500, 503]
 
@@ -79,6 +83,30 @@ def test_a_stream_that_begins_with_an_error(
             answer = await server.post(endpoint, body(endpoint, stream=True))
             assert answer.status == 200
             assert server.core.told == [REMOTE] * (status in FINAL)
+
+    run(test())
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("error", [ValueError, RuntimeError])
+def test_a_refusal_that_is_answered_as_a_fault(
+    error: type[Exception], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stock tells P of both from 0.21 to 0.22. The first would be refused by every server; the
+    second may be served by another one, which has to find the blocks. Before 0.21 P holds both."""
+
+    async def test() -> None:
+        async with serving() as server:
+            handler = server.app.state.anthropic_serving_messages
+
+            async def fail(*args: object, **kwargs: object) -> object:
+                raise error("no")
+
+            monkeypatch.setattr(handler, "_check_model", fail)
+            answer = await server.post(MESSAGES, body(MESSAGES, stream=stream))
+            assert answer.status == (400 if SAYS_SO and error is ValueError else 500)
+            final = error is ValueError and Version(vllm.__version__) >= Version("0.21")
+            assert server.core.told == [REMOTE] * final
 
     run(test())
 

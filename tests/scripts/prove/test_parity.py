@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import Any
@@ -151,7 +152,7 @@ class FakeEnvironment:
     python = Path("python")
 
     def variables(self, shadow: Path) -> dict[str, str]:
-        return {}
+        return {"PYTHONPATH": str(shadow)}
 
 
 def run_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> Any:  # noqa: ANN401
@@ -161,7 +162,7 @@ def run_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, said: s
     monkeypatch.setattr(parity, "run", run)
     monkeypatch.setattr(parity, "REPORTS", tmp_path / "reports")
     environment: Any = FakeEnvironment()
-    return parity._run(environment, tmp_path, "stock", tmp_path, "nonsense", [])
+    return parity._run(environment, {}, "stock", tmp_path, "nonsense", [])
 
 
 def test_an_unknown_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,6 +178,29 @@ def test_a_side_that_dies_leaves_its_words_and_frees_the_other(
     assert run_side(tmp_path, monkeypatch, -11, "") == {}
     assert "it died here" in (tmp_path / "reports" / "parity-0.20.2-stock.log").read_text()
     assert (tmp_path / "stock.ended").exists()
+
+
+def test_clients_lie_behind_the_build_and_no_plugin_of_theirs_is_loaded() -> None:
+    environment: Any = FakeEnvironment()
+    found = parity.variables(environment, Path("site"), Path("clients"))
+    assert found["PYTHONPATH"].split(os.pathsep) == ["site", "clients"]
+    assert found["VLLM_PLUGINS"] == ""
+
+
+def test_clients_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[list[object]] = []
+
+    def run(words: list[object], **_: object) -> None:
+        (tmp_path / "clients").mkdir()
+        calls.append(words)
+
+    monkeypatch.setattr(parity, "run", run)
+    environment: Any = FakeEnvironment()
+    for _ in range(2):
+        assert parity._clients(environment, tmp_path / "clients") == tmp_path / "clients"
+    (words,) = calls
+    assert "--no-deps" in words
+    assert any(str(word).startswith("smg-grpc-servicer==") for word in words)
 
 
 def test_one_cause_does_not_fill_the_screen() -> None:

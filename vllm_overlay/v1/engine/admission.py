@@ -39,14 +39,16 @@ class Exchange:
 
     Attributes:
         admitted: the engine core was sent a request that carries them. Never unset.
+        refused: the handler refused the request for good, whatever its endpoint answers.
         released: names the blocks (the prefill server's engine, its request) that may be
             somebody else's from now on; the engine must not read them. None while there are none.
     """
 
-    __slots__ = ("_on_admission", "_sends", "admitted", "released")
+    __slots__ = ("_on_admission", "_sends", "admitted", "refused", "released")
 
     def __init__(self, on_admission: Callable[[], None] = lambda: None) -> None:
         self.admitted = False
+        self.refused = False
         self.released: tuple[object, object] | None = None
         self._sends: set[asyncio.Task[None]] = set()
         self._on_admission = on_admission
@@ -131,6 +133,12 @@ def open_exchange(on_admission: Callable[[], None] = lambda: None) -> Iterator[E
 def current_exchange() -> Exchange | None:
     """The exchange that the running code works for, if any."""
     return _exchange.get()
+
+
+def has_given_up(params: dict[str, Any]) -> bool:
+    """Whether the running code works for an exchange that has released what `params` name."""
+    exchange = _exchange.get()
+    return exchange is not None and exchange.released == _blocks(params)
 
 
 async def admit(engine: AsyncLLM, request: EngineCoreRequest) -> None:

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import peer_problem
+from vllm_overlay.v1.engine.admission import has_given_up
 from vllm_overlay.v1.engine.stand_in import make_stand_in, stand_in_id, takes_stand_ins
 
 if TYPE_CHECKING:
@@ -38,7 +39,10 @@ class AsyncKVTransferNotifier:
     ) -> None:
         """Have the prefill server told that nobody will read, if nobody does; see `_release`.
 
-        With a connector that is not known to take a stand-in: nothing.
+        With a connector that is not known to take a stand-in: nothing. And nothing on a stranger's
+        word. Stock has no such method here; a program that looks for it, as the servicer of vLLM's
+        gRPC server does, calls it after a fault and for a client that left as well. What is sent
+        again then has to find the blocks, on any server.
         """
         engine = cast("AsyncLLM", self)
 
@@ -46,7 +50,8 @@ class AsyncKVTransferNotifier:
             stand_in = make_stand_in(name, params, data_parallel_rank)
             await engine.engine_core.add_request_async(stand_in)
 
-        if takes_stand_ins(engine.vllm_config.kv_transfer_config):
+        known = takes_stand_ins(engine.vllm_config.kv_transfer_config)
+        if known and has_given_up(kv_transfer_params):
             await _release(engine, send, request_id, kv_transfer_params, data_parallel_rank)
 
 

@@ -12,7 +12,8 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.serving_app import REMOTE, body, serving
-from vllm_overlay.v1.engine.stand_in import takes_stand_ins
+from vllm_overlay.v1.engine.admission import open_exchange
+from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
 
 STOCK_TELLS = hasattr(AsyncLLM.notify_kv_transfer_request_rejected, "__wrapped__")
 """Stock sends any connector a stand-in: from 0.21.0 on."""
@@ -65,7 +66,13 @@ class Engine:
     def reject(
         self, name: str = "r", params: dict[str, Any] = REMOTE, rank: int | None = None
     ) -> Cores:
-        asyncio.run(self.notify_kv_transfer_request_rejected(name, params, data_parallel_rank=rank))
+        tell = self.notify_kv_transfer_request_rejected
+
+        async def refuse() -> None:
+            with open_exchange() as exchange:
+                await exchange.end(params, lambda: tell(name, params, data_parallel_rank=rank))
+
+        asyncio.run(refuse())
         return self.engine_core
 
 
@@ -98,6 +105,13 @@ def test_an_engine_client_that_is_none_of_ours_does_what_stock_does() -> None:
     del engine.vllm_config
     if STOCK_TELLS:
         assert [sent.request_id for sent in engine.reject().sent] == ["r"]
+
+
+def test_a_stranger_who_finds_the_method() -> None:
+    """It calls it after a fault, too, where a retry is the rule. Stock has it from 0.21.0 on."""
+    engine = Engine(True)
+    asyncio.run(engine.notify_kv_transfer_request_rejected("r", REMOTE))
+    assert len(engine.engine_core.sent) == STOCK_TELLS
 
 
 def test_all_engine_cores_are_asked_first() -> None:

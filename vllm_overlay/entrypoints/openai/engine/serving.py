@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
@@ -46,13 +47,15 @@ class KVTransferRejection:
         """Await a handler; free the prefill server's blocks if it refuses its request for good.
 
         Where a route watches over the whole request (`KVTransferRoute`) that decides, later and
-        with better knowledge; this serves callers that use a handler without HTTP.
+        with better knowledge, and is told of the refusal: its endpoint may make a 500 of it. By
+        itself this serves callers that use a handler without HTTP.
         """
         params = remote_prefill(request.kv_transfer_params)
-        if params is None or not self.has_kv_connector or current_exchange() is not None:
+        if params is None or not self.has_kv_connector:
             return await awaitable
         status = 200
-        with open_exchange() as exchange:
+        watched = current_exchange()
+        with open_exchange() if watched is None else nullcontext(watched) as exchange:
             try:
                 result = await awaitable
                 if isinstance(result, ErrorResponse):
@@ -62,17 +65,25 @@ class KVTransferRejection:
                 raise
             finally:
                 if is_final(status):
-                    await exchange.end(
-                        params,
-                        lambda: notify(self.engine_client, request.request_id, params, raw_request),
-                    )
+                    exchange.refused = True
+                    if watched is None:
+                        await exchange.end(
+                            params,
+                            lambda: notify(
+                                self.engine_client, request.request_id, params, raw_request
+                            ),
+                        )
         return result
 
 
 def frees_prefill_on_rejection(
     create: Callable[..., Awaitable[Any]],
 ) -> Callable[..., Awaitable[Any]]:
-    """Run a ``create_*`` method inside `_with_kv_transfer_rejection_cleanup`."""
+    """Run a ``create_*`` method inside `_with_kv_transfer_rejection_cleanup`.
+
+    Up to 0.20, where upstream has no such clean-up: what a handler refuses and an endpoint answers
+    with 500 keeps its blocks, as on stock, for whoever sends that to another server.
+    """
 
     @functools.wraps(create)
     async def wrapper(
@@ -80,6 +91,8 @@ def frees_prefill_on_rejection(
         request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
         raw_request: Request | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the endpoint returns
+        if current_exchange() is not None:
+            return await create(self, request, raw_request)
         return await self._with_kv_transfer_rejection_cleanup(
             create(self, request, raw_request), request, raw_request
         )
