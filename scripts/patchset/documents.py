@@ -1,4 +1,4 @@
-"""The tables of the README and of docs/fixes.md, made from the registry and the series."""
+"""The tables of the README and of docs/fixes.md, made from the registry and the patches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from scripts.patchset.registry import Fix, Registry, Unpatched
-from scripts.patchset.series import load_series, releases_by_line
+from scripts.patchset.series import carried_releases, first_serving, patch_files
 from scripts.project import ROOT
 
 README = ROOT / "README.md"
@@ -18,9 +18,12 @@ _MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.D
 def documents(registry: Registry) -> dict[Path, str]:
     """Return what the README and docs/fixes.md have to say, by path."""
     held = {
-        release: set(load_series(line).fix_ids)
-        for line, releases in releases_by_line().items()
-        for release in releases
+        release: {
+            fix.id
+            for fix in registry.fixes.values()
+            if fix.needed_on(release) and first_serving(patch_files(fix), release)
+        }
+        for release in carried_releases()
     }
     readme = README.read_text(encoding="utf-8")
     table = _table(registry, held)

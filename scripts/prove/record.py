@@ -18,7 +18,7 @@ from typing import Literal
 from scripts.patchset.overlay import imported_modules, overlay_files
 from scripts.patchset.registry import Fix
 from scripts.patchset.series import load_series
-from scripts.project import PATCHES, REPORTS, ROOT
+from scripts.project import REPORTS, ROOT
 from scripts.prove.outcomes import Outcome, is_of
 from scripts.prove.pytest import PLUGIN
 from scripts.system.files import replacing, sha256_once
@@ -44,7 +44,7 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
     parts = [load_lock()[release].sdist.sha256, *map(sha256_once, _test_files(fix.tests))]
     parts += fix.left_open_on(release)
     if side == "patched":
-        parts.append(_patch_set(load_lock()[release].line))
+        parts.append(_patch_set(release))
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
@@ -121,12 +121,12 @@ def _test_files(tests: tuple[str, ...]) -> tuple[Path, ...]:
 
 
 @cache
-def _patch_set(line: str) -> str:
-    """Return a hash of all that a line adds to a release: patches and overlay."""
-    series = load_series(line)
+def _patch_set(release: str) -> str:
+    """Return a hash of all that is added to a release: patches and overlay."""
+    series = load_series(release)
     digest = hashlib.sha256()
     for patch in series.patches:
-        digest.update((PATCHES / line / patch.name).read_bytes())
+        digest.update(patch.diff.encode())
     for name, data in sorted(overlay_files(series.patches).items()):
         digest.update(name.encode() + b"\0" + data)
     return digest.hexdigest()

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from packaging.version import Version
-
 from scripts.system.console import out
 from scripts.system.errors import HashMismatchError, UnknownReleaseError, UsageError
 from scripts.system.files import replacing
@@ -55,9 +53,8 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
                 expected="a published release",
                 next_step="correct the number, or the index settings of pip or uv",
             )
-        line = old[name].line if name in old else _default_line(name)
-        new[name] = read_release(path, name, line, files)
-        out.print(f"{name}, line {line}", style="bold")
+        new[name] = read_release(path, name, files)
+        out.print(name, style="bold")
         for file in new[name].hashes():
             state = _state(pinned.get(file), found.get(file))
             yanked = file in offers and offers[file].yanked is not None
@@ -92,8 +89,3 @@ def _release_name(text: str) -> str:
             next_step="nox -s lock -- <release>",
         )
     return str(version)
-
-
-def _default_line(release: str) -> str:
-    version = Version(release)
-    return f"v{version.major}.{version.minor}"

@@ -21,6 +21,14 @@ FAILED = {"result": "failed", "place": f"{TEST}:5", "message": "AssertionError: 
 RAISED = {"result": "failed", "place": "vllm/worker.py:5", "message": "AttributeError: moved"}
 ERROR = {"result": "error", "place": f"{TEST}:1", "message": "ImportError: moved"}
 
+MORE = f"""\
+diff --git a/{toys.STATE} b/{toys.STATE}
+--- a/{toys.STATE}
++++ b/{toys.STATE}
+@@ -1 +1,2 @@
+ \"\"\"State.\"\"\"
++import os
+"""
 OTHER = {**toys.FILES, toys.WORKER: "nothing\n"}  # no hook of a toy fits
 
 
@@ -31,13 +39,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     texts = {"0.19.1": toys.FILES, "0.20.2": toys.FILES, "0.22.0": OTHER}
     checkout.lock(
         {
-            release: (
-                f"v{release.rpartition('.')[0]}",
-                {
-                    f"vllm-{release}.tar.gz": sdist_bytes(files, release),
-                    wheel_name(release): wheel_bytes(files, version=release),
-                },
-            )
+            release: {
+                f"vllm-{release}.tar.gz": sdist_bytes(files, release),
+                wheel_name(release): wheel_bytes(files, version=release),
+            }
             for release, files in texts.items()
         }
     )
@@ -110,8 +115,8 @@ class TestHint:
         first = status(checkout)
         elsewhere = Checkout(checkout.folder, checkout.folder / "empty")  # where no sdist lies
         assert status(elsewhere) == first
-        path = checkout.patches / "v0.20" / "1-a-name.patch"
-        path.write_text(path.read_text().replace("index ", "index 0"))
+        path = checkout.patches / "1-a-name" / "0.20.2.patch"
+        path.write_text(path.read_text().replace("work1", "work3"))
         result = elsewhere.run("status")
         assert result.returncode == 19, result.stdout  # now it would have to read them
 
@@ -153,7 +158,6 @@ class TestProof:
         head, _, rest = registry.read_text().partition("unpatched = []")
         why = 'unpatched = [{releases = "==0.20.2", reason = "nobody runs it"}]'
         registry.write_text(head + why + rest)
-        (checkout.patches / "v0.20" / "series").write_text("2-a-name.patch\n")
         said = "It has no patch there on purpose: nobody runs it."
         hint = status(checkout)["0.20.2"]
         assert (hint["state"], hint["proven"], hint["why"][-1]) == ("open", False, said)
@@ -180,7 +184,7 @@ class TestProof:
             ("tests/helper.py", {"0.19.1", "0.20.2"}),
             ("tests/other.py", set()),
             (f"{toys.HOOK.replace('.', '/')}.py", {"0.20.2"}),
-            ("patches/v0.20/2-a-name.patch", {"0.20.2"}),
+            ("patches/2-a-name/0.20.2.patch", {"0.20.2"}),
         ],
     )
     def test_goes_stale_with_what_went_into_it(
@@ -191,7 +195,7 @@ class TestProof:
         record(checkout, "0.20.2", "patched", PASSED)
         assert states(checkout) == ["open", "patched", "upstream since?"]
         with (checkout.folder / path).open("a") as file:
-            file.write("# changed\n" if path.endswith(".py") else "\n")
+            file.write("# changed\n" if path.endswith(".py") else MORE)
         cells = status(checkout)
         assert {r for r in ("0.19.1", "0.20.2") if not cells[r]["proven"]} == stale
         assert [cells[r]["state"] for r in ("0.19.1", "0.20.2")] == ["open", "patched"]
