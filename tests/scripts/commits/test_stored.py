@@ -14,6 +14,7 @@ from scripts.patchset.patch import apply_patches, parse_patch, read_patch
 from scripts.patchset.registry import Unpatched
 from scripts.patchset.series import patch_files, served
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError
+from scripts.system.files import replace_text
 from tests.scripts import repos, toys
 from tests.scripts.system.test_git import hostile as hostile  # a fixture
 
@@ -218,10 +219,9 @@ def test_at_each_moment_of_writing_a_release_has_a_file_that_makes_the_same(
     change = Change("0.9.2", {"2": parse_patch("2-a-name/0.9.2.patch", made)}, alone=True)
     new = stored(REGISTRY, RELEASES, change, patches)
     others = {one: result(patches, one) for one in RELEASES if one != "0.9.2"}
-    put = module.replace_text
 
     def put_and_look(path: Path, content: str) -> None:
-        put(path, content)
+        replace_text(path, content)
         assert {one: result(patches, one) for one in others} == others
 
     monkeypatch.setattr(module, "replace_text", put_and_look)
