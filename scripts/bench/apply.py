@@ -74,7 +74,7 @@ def measure_apply(release: str, turns: int) -> ApplyReport:
         )
     target = Target.of(release)
     wheel, _ = target.wheel_for()
-    patches = [PATCHES / target.line / patch.name for patch in target.patches]
+    patches = [PATCHES / patch.name for patch in target.patches]
     samples: dict[str, list[tuple[float, float]]] = {"apply": [], "copy": [], "repack": []}
     with tempfile.TemporaryDirectory(dir=_same_file_system()) as folder:
         commands = _commands(wheel, release, patches, Path(folder))

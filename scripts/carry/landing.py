@@ -1,10 +1,10 @@
 """What was carried, proven in a copy of this repository, and then put into place.
 
-The copy is a whole patch set: the new line, the lock, the declaration, the registry and the
-documents. Lint and the regression tests run there, as they would here. Until both have passed
-nothing here changes; then each file is replaced in one step, a new line appears by one rename,
-and the declaration that names the release comes last. A landing that was killed goes on with
-`nox -s rebase -- --continue`.
+The copy is a whole patch set: the patches, the declaration, the registry and the documents. Lint
+and the regression tests run there, as they would here. Until both have passed nothing here
+changes; then each file is replaced in one step, patches of later releases first, so that those
+that are carried have at each moment what they had, and the declaration that names the release
+comes last. A landing that was killed goes on with `nox -s rebase -- --continue`.
 """
 
 from __future__ import annotations
@@ -13,24 +13,26 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import tempfile
+from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
 
 from packaging.version import Version
 
 from scripts.carry.merge import Status
 from scripts.carry.state import WORK, State
-from scripts.commits.patches import DATE, patch_text
+from scripts.commits.stored import Change, Differ, newest_first, stored, write
+from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Fix, Registry, load_registry
-from scripts.patchset.series import Series, releases_by_line
-from scripts.project import PATCHES, ROOT, project
+from scripts.patchset.series import carried_releases
+from scripts.project import ROOT, project
 from scripts.system.console import err, out
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.files import replace_text
 from scripts.system.git import Repository
 from scripts.system.process import run
-from scripts.upstream.lock import load_lock, locked_release, render
+from scripts.upstream.lock import load_lock
 
 CHECKOUT = WORK / "checkout"
 _BEFORE = WORK / "before"
@@ -42,42 +44,39 @@ _KEPT = (".nox", ".work", ".mypy_cache", ".ruff_cache")
 _NOT_COPIED = shutil.ignore_patterns(".git", *_KEPT, "dist", "__pycache__", ".pytest_cache")
 
 
-def prove_in_copy(
-    state: State, series: Series, repository: Repository, commits: dict[str, str]
-) -> None:
+def prove_in_copy(state: State, repository: Repository, commits: dict[str, str]) -> None:
     """Make the patch set with the release in a copy of this repository, and test it there.
 
     Args:
         state: The rebase.
-        series: The line that was carried.
         repository: The worktree's.
         commits: The carried fixes there, oldest first.
 
     Raises:
-        CheckFailedError: Lint or the regression tests fail; nothing here was changed.
+        CheckFailedError: What was carried is not what the registry says that the release needs, or
+            lint or the regression tests fail; nothing here was changed.
+        PatchDoesNotApplyError: The commits cannot be applied in the order of the registry.
     """
     registry = load_registry()
-    texts = _export(repository, commits, registry)
-    line = _line(state, series, texts)
     _copy()
     patches = CHECKOUT / "patches"
-    if not (line == series.line and _is_older(state.release, line)):
-        for name, text in texts.items():
-            replace_text(patches / line / name, text)
-        replace_text(patches / line / "series", "".join(f"{name}\n" for name in texts))
-    lock = load_lock()
-    lock[state.release] = replace(lock[state.release], line=line)
-    replace_text(patches / "upstream.lock", render(lock))
     replace_text(CHECKOUT / _DECLARATION, declared(_read(CHECKOUT / _DECLARATION), state.release))
     for result in state.results:
         fix = registry.fix(result.fix)
         if result.status is Status.UPSTREAM:
             text = _read(patches / "fixes.toml")
             replace_text(patches / "fixes.toml", without_release(text, fix, state.release))
+    registry = load_registry(patches / "fixes.toml")
+    _check_needed(state.release, commits, registry)
+    change = Change(
+        state.release, _patches(repository, state.release, commits, registry), alone=True
+    )
+    releases = {*carried_releases(), state.release}
+    write(stored(registry, releases, change, patches), registry, patches)
     report = [
         {**asdict(r), "status": r.status.value, "proof": r.proof.value} for r in state.results
     ]
-    document = {"release": state.release, "from": state.line, "line": line, "fixes": report}
+    document = {"release": state.release, "from": state.source, "fixes": report}
     name = f"rebase-{state.release}.json"
     replace_text(CHECKOUT / "reports" / name, json.dumps(document, indent=2) + "\n")
     _run("edit", "--restamp")
@@ -85,36 +84,52 @@ def prove_in_copy(
     _run("regressions", state.release)
 
 
-def _export(repository: Repository, commits: dict[str, str], registry: Registry) -> dict[str, str]:
-    """Return the patches, by file name, that the commits of the worktree make."""
-    texts = {}
-    parent = ""
-    for fix_id, commit in commits.items():
-        fix = registry.fix(fix_id)
-        parent = parent or f"{commit}^"
-        paths = repository.run("diff", "--name-only", f"{commit}^", commit).splitlines()
-        files = {path: (repository.read(commit, path) or "").encode() for path in paths}
-        # A person may have amended it: message, author and date are the registry's.
-        parent = repository.commit(
-            parent, files, registry.message(fix), author=registry.author, date=DATE
+def _check_needed(release: str, commits: Collection[str], registry: Registry) -> None:
+    """Compare what was carried with what the registry will have applied to `release`.
+
+    A file serves every later release that needs its fix, so what was left out would be applied
+    all the same, untested, unless the registry says so.
+
+    Raises:
+        CheckFailedError: They differ.
+    """
+    needed = [fix.id for fix in registry.fixes.values() if fix.needed_on(release)]
+    faults = [
+        *(
+            f"fix {one} applies to {release} and has no patch"
+            for one in needed
+            if one not in commits
+        ),
+        *(
+            f"fix {one} was carried to {release}, which fixes.toml says does not need it"
+            for one in commits
+            if one not in needed
+        ),
+    ]
+    if faults:
+        raise CheckFailedError(
+            "; ".join(faults),
+            expected="what was carried is what fixes.toml says that the release needs",
+            next_step="correct applies-to in patches/fixes.toml, or say in [[fix.unpatched]] "
+            "(releases, reason) why there is no patch; then: nox -s rebase -- --continue",
         )
-        texts[fix.file_name] = patch_text(repository, parent)
-    return texts
 
 
-def _line(state: State, series: Series, texts: dict[str, str]) -> str:
-    """Return the line that the release belongs to: the carried one where it serves as it is."""
-    exact = {Status.CARRIED, Status.OFFSETS}
-    same = [patch.name for patch in series.patches] == list(texts)
-    if same and all(result.status in exact for result in state.results):
-        return series.line
-    own = locked_release(state.release).line
-    return f"v{state.release}" if own in releases_by_line() else own
-
-
-def _is_older(release: str, line: str) -> bool:
-    served = releases_by_line().get(line, [])
-    return any(Version(one) > Version(release) for one in served)
+def _patches(
+    repository: Repository, release: str, commits: dict[str, str], registry: Registry
+) -> dict[str, Patch]:
+    """Return the patches, by fix, that the commits of the worktree make."""
+    patches = {}
+    with tempfile.TemporaryDirectory() as folder:
+        differ = Differ(Path(folder))
+        for fix_id, commit in commits.items():
+            names = repository.run("diff", "--name-only", f"{commit}^", commit).splitlines()
+            before, after = (
+                {name: repository.read(revision, name) or "" for name in names}
+                for revision in (f"{commit}^", commit)
+            )
+            patches[fix_id] = differ.patch(registry.fix(fix_id), release, before, after)
+    return patches
 
 
 def _copy() -> None:
@@ -186,21 +201,28 @@ def _run(tool: str, *words: str) -> None:
         raise CheckFailedError(
             f"{tool} failed on what was carried (exit code {result.returncode}, see above); "
             "nothing was changed",
-            expected="a line that lint and the regression tests accept",
+            expected="what lint and the regression tests accept",
             next_step=f"amend the fix's commit in {tree}, or correct the overlay, "
             "patches/fixes.toml or the tests here; then: nox -s rebase -- --continue",
         )
 
 
-def changes() -> dict[str, Path]:
-    """Return the files of the copy that are new or changed, by path; the declaration last."""
+def changes() -> dict[str, Path | None]:
+    """Return the files of the copy that are new or changed, by path; None for one that is gone.
+
+    Patches of later releases come first, then the rest, what is gone, and the declaration.
+    """
     before, after = _files(_BEFORE), _files(CHECKOUT)
     changed = {
         name: path
         for name, path in after.items()
         if name not in before or before[name].read_bytes() != path.read_bytes()
     }
-    return dict(sorted(changed.items(), key=lambda item: (item[0] == _DECLARATION, item[0])))
+    patches = newest_first([name for name in changed if name.endswith(".patch")])
+    others = sorted(changed.keys() - {*patches, _DECLARATION})
+    gone = sorted(before.keys() - after.keys())
+    names = [*patches, *others, *gone, *(name for name in changed if name == _DECLARATION)]
+    return {name: changed.get(name) for name in names}
 
 
 def land(state: State) -> None:
@@ -218,25 +240,24 @@ def land(state: State) -> None:
             next_step="undo those changes, then: nox -s rebase -- --continue; or give up: "
             "nox -s rebase -- --abort",
         )
-    for line in {name.split("/")[1] for name in changed if name.count("/") > 1}:
-        source, target = CHECKOUT / "patches" / line, PATCHES / line
-        if source.is_dir() and not target.exists():
-            part = WORK / "landing"
-            shutil.rmtree(part, ignore_errors=True)
-            shutil.copytree(source, part)
-            part.rename(target)
     for name, path in changed.items():
-        replace_text(ROOT / name, _read(path))
-    _say(state, list(changed))
+        if path is None:
+            (ROOT / name).unlink(missing_ok=True)
+        else:
+            replace_text(ROOT / name, _read(path))
+    _say(state, changed)
 
 
-def _is_expected(name: str, path: Path) -> bool:
+def _is_expected(name: str, path: Path | None) -> bool:
     here, before = ROOT / name, _BEFORE / name
-    known = [path.read_bytes(), *([before.read_bytes()] if before.is_file() else [])]
-    return here.read_bytes() in known if here.is_file() else not before.is_file()
+    if not here.is_file():
+        return path is None or not before.is_file()
+    return here.read_bytes() in [
+        one.read_bytes() for one in (path, before) if one and one.is_file()
+    ]
 
 
-def _say(state: State, names: Sequence[str]) -> None:
+def _say(state: State, names: Collection[str]) -> None:
     def count(*wanted: Status) -> int:
         return sum(result.status in wanted for result in state.results)
 

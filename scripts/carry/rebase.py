@@ -27,8 +27,8 @@ TREE = WORK / "tree"
 _MARKERS = ("<<<<<<< vLLM ", "||||||| where ", ">>>>>>> ")
 
 
-def start(release: str, line: str | None, origin: str | None) -> None:
-    """Begin to carry the fixes of `line`, or of the nearest one, to `release`.
+def start(release: str, source: str | None, origin: str | None) -> None:
+    """Begin to carry the fixes of `source`, or of the nearest release, to `release`.
 
     Raises:
         UsageError: Another rebase is not finished.
@@ -42,20 +42,18 @@ def start(release: str, line: str | None, origin: str | None) -> None:
             next_step="nox -s rebase -- --continue, or: nox -s rebase -- --abort",
         )
     shutil.rmtree(WORK, ignore_errors=True)  # of a start that was killed
-    line, source = nearest(release, line)
+    source = nearest(release, source)
     registry = load_registry()
-    _make_tree(upstream(origin), load_series(line), registry, source, release)
+    _make_tree(upstream(origin), load_series(source), registry, release)
     stock = ask_stock(release, list(registry.fixes.values()))
-    state = State(release, line, source, origin, stock)
+    state = State(release, source, origin, stock)
     state.save()
     _go_on(state)
 
 
-def _make_tree(
-    releases: Upstream, series: Series, registry: Registry, source: str, release: str
-) -> None:
-    """Check `release` out; beside it, as tags `fix/<id>`, lie the fixes as they are on `source`."""
-    tags = [releases.tag(source), releases.tag(release)]
+def _make_tree(releases: Upstream, series: Series, registry: Registry, release: str) -> None:
+    """Check `release` out; beside it, as tags `fix/<id>`, lie the fixes of `series`."""
+    tags = [releases.tag(series.release), releases.tag(release)]
     repository = Repository.init(TREE)
     specs = [f"refs/tags/{tag}:refs/tags/{tag}" for tag in tags]
     bare = str(releases.repository.path)
@@ -154,7 +152,7 @@ def commits_by_fix(repository: Repository) -> dict[str, str]:
 
 
 def _go_on(state: State) -> None:
-    registry, series = load_registry(), load_series(state.line)
+    registry, series = load_registry(), load_series(state.source)
     repository = Repository(TREE)
     if state.phase is Phase.CARRYING:
         _carry_all(state, series, registry, repository)
@@ -162,7 +160,7 @@ def _go_on(state: State) -> None:
         state.phase = Phase.PROVING
         state.save()
     if state.phase is Phase.PROVING:
-        landing.prove_in_copy(state, series, repository, commits_by_fix(repository))
+        landing.prove_in_copy(state, repository, commits_by_fix(repository))
         state.phase = Phase.LANDING
         state.save()
     landing.land(state)

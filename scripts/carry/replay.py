@@ -91,12 +91,12 @@ def write(transitions: Sequence[Transition]) -> None:
 
 
 def replay(source: str, release: str) -> tuple[Transition, Trial]:
-    """Carry the line of `source` to `release`, by text and by what the record says of stock."""
+    """Carry the fixes of `source` to `release`, by text and by what the record says of stock."""
     registry = load_registry()
     unknowing = {fix.id: _as_of(fix, source) for fix in registry.fixes.values()}
     series = Target.of(source).series
     said = on_record(release, list(unknowing.values()))
-    trial = try_all(upstream(), series, source, release, Registry("", unknowing), said)
+    trial = try_all(upstream(), series, release, Registry("", unknowing), said)
     return Transition(release, source, tuple(trial.results), {}), trial
 
 

@@ -48,8 +48,7 @@ class State:
 
     Attributes:
         release: Where the fixes are carried to.
-        line: The line whose series is carried.
-        source: The release that its patches are exported from.
+        source: The release whose series is carried.
         origin: The clone of vLLM that was named, if any.
         stock: What the tests said of each fix on the stock release.
         results: One for each patch of the series that is done with, in order.
@@ -58,7 +57,6 @@ class State:
     """
 
     release: str
-    line: str
     source: str
     origin: str | None
     stock: dict[str, Stock]
@@ -87,7 +85,7 @@ def load_state(path: Path = STATE) -> State:
     document = json.loads(path.read_text(encoding="utf-8"))
     stopped = document["stopped"]
     return State(
-        **{name: document[name] for name in ("release", "line", "source", "origin")},
+        **{name: document[name] for name in ("release", "source", "origin")},
         stock={fix: Stock(said) for fix, said in document["stock"].items()},
         results=[_result(row) for row in document["results"]],
         stopped=_result(stopped) if stopped else None,

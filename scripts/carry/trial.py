@@ -11,39 +11,37 @@ from packaging.version import Version
 from scripts.carry.merge import Carried, How, Source, Status, carry
 from scripts.carry.state import Result
 from scripts.patchset.registry import Fix, Registry
-from scripts.patchset.series import Series, releases_by_line
+from scripts.patchset.series import Series, carried_releases
 from scripts.prove.stock import Stock
-from scripts.system.errors import NoLineError
+from scripts.system.errors import NotCarriedError
 from scripts.upstream.history import Upstream
-from scripts.upstream.lock import locked_release
 
 
-def nearest(release: str, line: str | None = None) -> tuple[str, str]:
-    """Return the line to carry from, and the release that its patches are exported from.
+def nearest(release: str, source: str | None = None) -> str:
+    """Return the release whose fixes are carried to `release`.
 
-    It is the release's own line where that has patches, else the one below, else the one above.
+    It is the newest with the same first two numbers, else the next one below, else the one above.
 
     Args:
         release: A pinned release.
-        line: A line that is to be taken instead.
+        source: A release that is to be taken instead.
 
     Raises:
-        NoLineError: There is no such line, or none at all.
+        NotCarriedError: The fixes were not carried to `source`, or to none at all.
     """
-    lines = {name: served for name, served in releases_by_line().items() if served}
-    if line is None:
-        line = locked_release(release).line
-        if line not in lines and lines:
-            newest = {Version(served[-1]): name for name, served in lines.items()}
-            below = [version for version in newest if version < Version(release)]
-            line = newest[max(below) if below else min(newest)]
-    if line not in lines:
-        raise NoLineError(
-            f"no release is served by a line called {line}",
-            expected=f"one of {', '.join(lines) or '(there is none)'}",
+    carried = carried_releases()
+    if source is None and carried:
+        number = Version(release)
+        own = [one for one in carried if Version(one).release[:2] == number.release[:2]]
+        below = [one for one in carried if Version(one) < number]
+        source = (own or below or carried[:1])[-1]
+    if source is None or source not in carried:
+        raise NotCarriedError(
+            f"no fixes were carried to {source or 'any release'}",
+            expected=f"one of {', '.join(carried) or '(there is none)'}",
             next_step=f"nox -s rebase -- {release}",
         )
-    return line, lines[line][-1]
+    return source
 
 
 def without_carrying(fix: Fix, release: str, stock: Stock) -> Result | None:
@@ -86,7 +84,6 @@ class Trial:
 def try_all(
     releases: Upstream,
     series: Series,
-    source: str,
     release: str,
     registry: Registry,
     said: Mapping[str, Stock],
@@ -97,13 +94,13 @@ def try_all(
 
     Args:
         releases: Where both releases are.
-        series: The line that is carried.
-        source: The release that its patches are exported from.
+        series: What is carried.
         release: The release that they are carried to.
         registry: What is known of the fixes.
         said: What tests have said of the stock release, by fix.
     """
     repository = releases.repository
+    source = series.release
     stock, target = releases.tag(source), releases.tag(release)
     texts: dict[str, str] = {}
     before = Source(lambda path: repository.read(stock, path) or "")

@@ -3,12 +3,12 @@
     nox -s edit -- 0.20.2 40449      a git worktree below .work/ with the series up to the fix
     nox -s edit -- --continue        writes the patch from what the worktree holds now
     nox -s edit -- --abort           removes the worktree
-    nox -s edit -- --restamp         exports all patches anew, after a change of the registry
+    nox -s edit -- --restamp         makes all patch files and documents anew
 
-For a fix that has no patch in the line yet, the worktree holds the whole series and the patch
-goes to its end. The message is made from `patches/fixes.toml`, so that entry comes first.
-Edit the release that the line's patches are exported from, the newest one; `nox -s lint` tells
-whether the patch applies to the others.
+The releases that share the patch file follow the edit where the new patch applies to them, and
+keep what they have where it does not; `--continue` says which. `--only` edits the named release
+alone. A file is written only where its diff is new, and one that has become equal to its neighbour
+is removed. A fix that has no patch yet needs its table in `patches/fixes.toml` first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import argparse
 import shutil
 
 from scripts.commits.worktree import WORKTREE, an_edit, finish, restamp, start
-from scripts.patchset.target import Target
+from scripts.project import supported_release
 from scripts.system.console import entry
 from scripts.system.errors import UsageError
 
@@ -31,10 +31,11 @@ def main() -> None:
     )
     parser.add_argument("release", nargs="?")
     parser.add_argument("fix", nargs="?")
+    parser.add_argument("--only", action="store_true", help="this release alone")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--continue", dest="finish", action="store_true")
     step.add_argument("--abort", action="store_true")
-    step.add_argument("--restamp", action="store_true", help="make all messages anew")
+    step.add_argument("--restamp", action="store_true", help="make all files anew")
     options = parser.parse_args()
     if options.abort:
         shutil.rmtree(WORKTREE, ignore_errors=True)
@@ -43,7 +44,7 @@ def main() -> None:
     elif options.restamp:
         restamp()
     elif options.release and options.fix:
-        start(Target.named(options.release), options.fix)
+        start(supported_release(options.release), options.fix, alone=options.only)
     else:
         raise UsageError(
             "no release and fix to edit",

@@ -3,15 +3,16 @@
 All checks run, all faults are listed, and the session fails once. Beside ruff, mypy,
 import-linter and zizmor (for the workflows of CI):
 
-- each patch's message is the registry's, and re-exporting the patch gives the same bytes;
-- each patch applies exactly to every release of its line, alone with what it depends on and in
-  series, and adds nothing but hooks;
+- every release that is carried has exactly one patch for each fix that the registry does not name
+  as unaffected or unpatched there; it applies exactly, alone with what it depends on and in series,
+  and adds nothing but hooks;
+- making the patch files anew from what they do gives the same files and bytes, so none repeats
+  another, and each head names the releases that it serves;
 - every changed file says so near its top;
 - every name of vLLM that the overlay and the hooks use exists in each release (type-checked);
 - every forward test exists in its later release and can be cut for the earlier ones;
-- every affected release's line has the fix, or the registry says why not; every patch file is
-  listed, once, every overlay module is used, the changelog names each fix, and the README's matrix
-  is the registry's;
+- every overlay module is used, says which releases it is for and has its test file, the changelog
+  names each fix, and the README's matrix is the registry's;
 - README.md and docs/ quote figures of runs as records/figures.toml has them.
 """
 

@@ -1,7 +1,7 @@
-"""`nox -s rebase -- RELEASE`: the fixes of the nearest line, carried to another release.
+"""`nox -s rebase -- RELEASE`: the fixes of the nearest release, carried to another.
 
     nox -s rebase -- 0.22.1                 carry, prove, land
-    nox -s rebase -- 0.22.1 --from v0.20    from another line than the nearest
+    nox -s rebase -- 0.22.1 --from 0.20.2   from another one than the nearest
     nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix; run and write nothing
     nox -s rebase -- --continue             after a conflict, a failed proof, or a kill
     nox -s rebase -- --skip                 leave out the fix that it stopped at
@@ -31,6 +31,7 @@ from scripts.carry.tables import table
 from scripts.carry.trial import nearest, try_all
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series
+from scripts.project import supported_release
 from scripts.prove.stock import on_record
 from scripts.system.console import entry, out
 from scripts.system.errors import UsageError
@@ -47,7 +48,7 @@ def main() -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("release", nargs="?")
-    parser.add_argument("--from", dest="line", metavar="LINE")
+    parser.add_argument("--from", dest="source", metavar="RELEASE")
     parser.add_argument("--upstream", metavar="URL-OR-PATH")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--dry-run", action="store_true")
@@ -69,15 +70,19 @@ def main() -> None:
             )
         elif options.dry_run:
             release = _release(options.release)
-            line, source = nearest(release, options.line)
+            source = nearest(release, _source(options.source))
             registry = load_registry()
             said = on_record(release, list(registry.fixes.values()))
             trial = try_all(
-                upstream(options.upstream), load_series(line), source, release, registry, said
+                upstream(options.upstream), load_series(source), release, registry, said
             )
             out.print(table(release, trial.results))
         else:
-            start(_release(options.release), options.line, options.upstream)
+            start(_release(options.release), _source(options.source), options.upstream)
+
+
+def _source(text: str | None) -> str | None:
+    return None if text is None else supported_release(text)
 
 
 def _release(text: str) -> str:

@@ -96,10 +96,11 @@ def _write(
     (folder / "alone").mkdir()
     whole = branches[branch_name(release)]
     for number, (patch, commit) in enumerate(zip(patches, whole, strict=True), start=1):
-        target = folder / "series" / f"{number:04d}-{patch.name}"
+        name = registry.fix(patch.fix_id).name
+        target = folder / "series" / f"{number:04d}-{name}.patch"
         target.write_bytes(patch_text(repository, commit).encode())
         alone = branches[branch_name(release, patch.fix_id)]
-        target = folder / "alone" / Path(patch.name).with_suffix(".mbox")
+        target = folder / "alone" / f"{name}.mbox"
         target.write_bytes("".join(patch_text(repository, one) for one in alone).encode())
     names = [branch_name(release, "stock"), *branches]
     repository.run(

@@ -1,7 +1,6 @@
-"""A line's series as commits, and each commit as the text of its patch.
+"""A series as commits, and each commit as a git-am mbox: the form in which patches leave the house.
 
-This is the only place that writes patches, so a patch exported again from what it produces has
-the same bytes. Messages come from the registry, dates are constant.
+The same series gives the same bytes: messages come from the registry, dates are constant.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ def _text(repository: Repository, revision: str, path: str) -> str:
 
 
 def patch_text(repository: Repository, commit: str) -> str:
-    """Return `commit` as the text of a patch file."""
+    """Return `commit` as a git-am mbox."""
     return repository.run(
         "format-patch", "--stdout", "--zero-commit", "--no-signature", "--abbrev=12",
         "--no-attach", "--no-renames", "--stat=72", "--no-numbered", "--no-base", "--no-notes",

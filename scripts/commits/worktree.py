@@ -5,16 +5,19 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
-from scripts.commits.patches import DATE, commit_hooks, patch_text, release_repository
+from scripts.commits.patches import commit_hooks, release_repository
+from scripts.commits.stored import Change, Differ, stored, write
 from scripts.patchset.documents import documents
-from scripts.patchset.registry import load_registry
-from scripts.patchset.series import load_series, patch_names, releases_by_line, series_file
+from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.registry import Fix, Registry, load_registry
+from scripts.patchset.series import carried_releases, first_serving, patch_files, patch_for, served
 from scripts.patchset.target import Target
-from scripts.project import PATCHES, ROOT, project
+from scripts.project import ROOT, project
 from scripts.system.console import out
-from scripts.system.errors import UsageError
+from scripts.system.errors import PatchDoesNotApplyError, UsageError
 from scripts.system.files import replace_text
 from scripts.system.git import Repository
 
@@ -22,37 +25,35 @@ WORKTREE = ROOT / ".work" / "edit"
 _STATE = WORKTREE / ".git" / "kvfix.json"
 
 
-def start(target: Target, fix_id: str) -> None:
-    """Lay out the worktree for fix `fix_id` on `target`.
+def start(release: str, fix_id: str, *, alone: bool = False) -> None:
+    """Lay out the worktree for fix `fix_id` on a release that is carried.
+
+    Args:
+        release: The release.
+        fix_id: The fix.
+        alone: Whether the other releases of the same patch file are to keep it as it is.
 
     Raises:
-        UsageError: There is no such fix, or an edit is not finished.
+        UsageError: The release needs no such fix, or an edit is not finished.
+        PatchDoesNotApplyError: A fix before it does not apply.
     """
     registry = load_registry()
-    if fix_id not in registry.fixes:
-        raise UsageError(
-            f"patches/fixes.toml has no fix {fix_id}",
-            expected=f"one of {', '.join(registry.fixes)}",
-            next_step="write its [[fix]] table first, as CONTRIBUTING.md says",
-        )
+    fix = _needed(registry, fix_id, release)
     if WORKTREE.exists():
         raise UsageError(
             f"{WORKTREE.relative_to(ROOT)} holds an edit that is not finished",
             expected="no worktree",
             next_step="nox -s edit -- --continue, or: nox -s edit -- --abort",
         )
-    patches = target.patches
-    ids = [patch.fix_id for patch in patches]
-    count = ids.index(fix_id) + 1 if fix_id in ids else len(ids)
     try:
-        repository = release_repository(target.release, WORKTREE, registry)
-        stock = f"v{target.release}"
-        commits = [stock, *commit_hooks(repository, stock, patches[:count], registry)]
-        repository.run("reset", "--quiet", "--hard", commits[-1])
+        repository = release_repository(release, WORKTREE, registry)
+        before = commit_hooks(repository, "HEAD", _before(fix, release, registry), registry)
+        parent = before[-1] if before else f"v{release}"
+        repository.run("reset", "--quiet", "--hard", _with(fix, release, repository, parent))
         # What is edited shows as an uncommitted change against everything that comes before it.
-        parent = commits[-2] if fix_id in ids else commits[-1]
         repository.run("reset", "--quiet", "--soft", parent)
-        _STATE.write_text(json.dumps({"line": target.line, "fix": fix_id}), encoding="utf-8")
+        state = {"release": release, "fix": fix_id, "alone": alone}
+        _STATE.write_text(json.dumps(state), encoding="utf-8")
     except BaseException:
         shutil.rmtree(WORKTREE, ignore_errors=True)
         raise
@@ -66,16 +67,62 @@ def an_edit() -> str:
     return f"{target.release} {target.patches[0].fix_id}"
 
 
+def _needed(registry: Registry, fix_id: str, release: str) -> Fix:
+    if fix_id not in registry.fixes:
+        raise UsageError(
+            f"patches/fixes.toml has no fix {fix_id}",
+            expected=f"one of {', '.join(registry.fixes)}",
+            next_step="write its [[fix]] table first, as CONTRIBUTING.md says",
+        )
+    fix = registry.fixes[fix_id]
+    if not fix.needed_on(release):
+        why = fix.unpatched_on(release) or f"it applies to {fix.applies_to}"
+        raise UsageError(
+            f"patches/fixes.toml gives {release} no fix {fix_id}: {why}",
+            expected="a release that has the defect and is to have the fix",
+            next_step="correct its [[fix]] table, or name another release",
+        )
+    return fix
+
+
+def _before(fix: Fix, release: str, registry: Registry) -> list[Patch]:
+    """Return the patches that are applied to `release` before that of `fix`."""
+    ids = list(registry.fixes)
+    fixes = [registry.fixes[one] for one in ids[: ids.index(fix.id)]]
+    return [read_patch(patch_for(one, release)) for one in fixes if one.needed_on(release)]
+
+
+def _with(fix: Fix, release: str, repository: Repository, parent: str) -> str:
+    """Return a commit with `fix` as it is now on top of `parent`; `parent` where it is not there.
+
+    It may be new, or the file that serves the release may be one that does not apply to it yet.
+    """
+    registry, files = load_registry(), patch_files(fix)
+    first = first_serving(files, release)
+    if first is None:
+        return parent
+    try:
+        return commit_hooks(repository, parent, [read_patch(files[first])], registry)[-1]
+    except PatchDoesNotApplyError as error:
+        out.print(f"Not in the worktree: {error.found}", markup=False)
+        return parent
+
+
 def restamp() -> None:
-    """Make anew what `patches/fixes.toml` determines: messages of patches, and documents."""
+    """Make anew what follows from the registry and from what the patches do.
+
+    That is the patch files (their heads, their line numbers, and which there are) and the
+    documents.
+
+    Raises:
+        RegistryError: A release that is carried has no patch for a fix that it needs.
+    """
     registry = load_registry()
-    for line, releases in releases_by_line().items():
-        patches = load_series(line).patches
-        with tempfile.TemporaryDirectory() as folder:
-            repository = release_repository(releases[-1], Path(folder), registry)
-            commits = commit_hooks(repository, "HEAD", patches, registry)
-            for patch, commit in zip(patches, commits, strict=True):
-                replace_text(PATCHES / line / patch.name, patch_text(repository, commit))
+    for release in carried_releases():
+        for fix in registry.fixes.values():
+            if fix.needed_on(release):
+                patch_for(fix, release)
+    write(stored(registry, carried_releases()), registry)
     for path, text in documents(registry).items():
         replace_text(path, text)
 
@@ -93,8 +140,8 @@ def finish() -> None:
             next_step=f"start one, for example: nox -s edit -- {an_edit()}",
         )
     state = json.loads(_STATE.read_text(encoding="utf-8"))
-    line, registry = state["line"], load_registry()
-    fix = registry.fixes[state["fix"]]
+    release, registry = state["release"], load_registry()
+    fix = _needed(registry, state["fix"], release)
     repository = Repository(WORKTREE)
     changed = changed_files(repository)
     if not changed:
@@ -104,15 +151,33 @@ def finish() -> None:
             next_step=f"edit {WORKTREE.relative_to(ROOT)}/vllm, then: nox -s edit -- --continue; "
             "or give up: nox -s edit -- --abort",
         )
-    files = {path: (WORKTREE / path).read_bytes() for path in changed}
-    head = repository.run("rev-parse", "HEAD").strip()
-    text = export_one(repository, head, files, fix.id)
-    replace_text(PATCHES / line / fix.file_name, text)
-    names = patch_names(line)
-    if fix.file_name not in names:
-        replace_text(series_file(line), "".join(f"{name}\n" for name in (*names, fix.file_name)))
+    before = {path: repository.read("HEAD", path) or "" for path in changed}
+    after = {path: (WORKTREE / path).read_bytes().decode() for path in changed}
+    with tempfile.TemporaryDirectory() as folder:
+        patch = Differ(Path(folder)).patch(fix, release, before, after)
+    together = _together(fix, release)
+    change = Change(release, {fix.id: patch}, alone=state["alone"])
+    names = write(stored(registry, carried_releases(), change), registry)
     shutil.rmtree(WORKTREE)
-    out.print(f"Wrote patches/{line}/{fix.file_name}. Now: nox -s lint")
+    _say(fix, release, names, together)
+
+
+def _together(fix: Fix, release: str) -> list[str]:
+    """Return the releases that have the same file as `release` has."""
+    by_first = served(fix, patch_files(fix), carried_releases())
+    return by_first.get(first_serving(by_first, release) or "", [])
+
+
+def _say(fix: Fix, release: str, names: Collection[str], together: Collection[str]) -> None:
+    now = _together(fix, release)
+    out.print(f"Fix {fix.id} on {', '.join(now)}: {fix.name}/{now[0]}.patch", markup=False)
+    if left := [one for one in together if one not in now]:
+        out.print(f"[bold]As it was on {', '.join(left)}[/], which the new patch is not for")
+    there = {f"{fix.name}/{path.name}" for path in patch_files(fix).values()}
+    for name in names:
+        gone = name.startswith(f"{fix.name}/") and name not in there
+        out.print(f"  {'removed' if gone else 'wrote'} patches/{name}", markup=False)
+    out.print("Now: nox -s lint")
 
 
 def changed_files(repository: Repository) -> list[str]:
@@ -131,11 +196,3 @@ def changed_files(repository: Repository) -> list[str]:
             "command again",
         )
     return [row.partition("\t")[2] for row in rows]
-
-
-def export_one(repository: Repository, parent: str, files: dict[str, bytes], fix_id: str) -> str:
-    """Commit `files` as the hooks of fix `fix_id` on top of `parent`; return the patch's text."""
-    registry = load_registry()
-    message = registry.message(registry.fixes[fix_id])
-    commit = repository.commit(parent, files, message, author=registry.author, date=DATE)
-    return patch_text(repository, commit)

@@ -1,4 +1,4 @@
-"""The tables of the README, docs/fixes.md and docs/overlay.md, made from registry and series."""
+"""The tables of the README, docs/fixes.md and docs/overlay.md, made from registry and patches."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.patchset.overlay import Scope, scope_of, uses
-from scripts.patchset.patch import Patch
+from scripts.patchset.patch import Patch, read_patch
 from scripts.patchset.registry import Fix, Registry, Unpatched
-from scripts.patchset.series import load_series, releases_by_line
+from scripts.patchset.series import carried_releases, first_serving, patch_files
 from scripts.project import OVERLAY, ROOT
 
 README = ROOT / "README.md"
@@ -23,10 +23,14 @@ _MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.D
 def documents(registry: Registry) -> dict[Path, str]:
     """Return what the README and the pages of docs/ that are made have to say, by path."""
     patches = {
-        release: patches
-        for line, releases in releases_by_line().items()
-        for patches in [load_series(line).patches]
-        for release in releases
+        release: [
+            read_patch(files[first])
+            for fix in registry.fixes.values()
+            if fix.needed_on(release)
+            for files in [patch_files(fix)]
+            if (first := first_serving(files, release)) is not None
+        ]
+        for release in carried_releases()
     }
     held = {release: {patch.fix_id for patch in each} for release, each in patches.items()}
     readme = README.read_text(encoding="utf-8")

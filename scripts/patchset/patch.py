@@ -1,4 +1,7 @@
-"""One patch: its mbox text, its trailers, its hunks, and their exact application.
+"""One stored patch: its head, its hunks, and their exact application.
+
+The head is two lines: the fix, and the releases that the patch serves. Both are made; what people
+have to know of a fix stands in `patches/fixes.toml`, once.
 
 Application knows no fuzz. Every context and removed line must match; a hunk may only have moved
 as a whole, and where its text stands at several places and none is the stated one, it is
@@ -11,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from email.header import decode_header, make_header
 from io import StringIO
 from pathlib import Path
 from shlex import quote
@@ -24,9 +26,8 @@ from unidiff.patch import PatchSet
 
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError
 
-_TRAILER = re.compile(r"(?P<key>[A-Z][\w-]*): (?P<value>.+)")
-_COMMIT = re.compile(r"^From [0-9a-f]{40,64} ", re.MULTILINE)
-_FILE_HEADER = 4  # lines of a diff above the hunks of a file: diff, index, --- and +++
+_HEAD = re.compile(r"Fix: (?P<fix>\S+)\nServes: (?P<releases>\S+(?:, \S+)*)\n(?=diff --git )")
+_FILE_HEADER = 3  # lines of a diff above the hunks of a file: diff, --- and +++
 
 
 @dataclass(frozen=True)
@@ -50,17 +51,21 @@ class Hunk:
 
 @dataclass(frozen=True)
 class Patch:
-    """One fix for one line of releases: the message and the hunks of each file."""
+    """What one fix changes in the files of some releases.
+
+    Attributes:
+        name: Its path below `patches/`, such as `K06-lease-clock/0.18.0.patch`.
+        fix_id: Id of the fix.
+        serves: The releases that its head names.
+        diff: Its text below the head.
+        files: The hunks of each file.
+    """
 
     name: str
-    subject: str
-    trailers: tuple[tuple[str, str], ...]
+    fix_id: str
+    serves: tuple[str, ...]
+    diff: str
     files: dict[str, tuple[Hunk, ...]]
-
-    @property
-    def fix_id(self) -> str:
-        """Id of the fix, as its `Fix:` trailer says."""
-        return dict(self.trailers).get("Fix", "")
 
     @property
     def added_lines(self) -> int:
@@ -79,52 +84,60 @@ class Offset:
 
 
 def read_patch(path: Path) -> Patch:
-    """Read the mbox file `path`.
+    """Read the file `path`, which lies in the folder of its fix.
 
     Raises:
-        RegistryError: It is no mbox with one diff, or its diff does more than change text files.
+        RegistryError: It is not of the form that `head` and git give it, or does more than change
+            text files.
     """
+    name = f"{path.parent.name}/{path.name}"
     try:
         text = path.read_bytes().decode("utf-8")  # and not as text: lines may end in \r\n
     except UnicodeDecodeError as error:
-        raise _malformed(path, str(error)) from error
-    message, found, diff = text.partition("\ndiff --git ")
-    if not found:
-        raise _malformed(path, "it has no diff")
-    if len(_COMMIT.findall(text)) > 1:
-        raise _malformed(path, "it has more than one commit")
-    diff = "diff --git " + diff.rstrip("\n") + "\n"
-    head, _, body = message.partition("\n\n")
-    subject = re.search(r"^Subject: (.*(?:\n .*)*)", head, re.MULTILINE)
-    body, separator, _ = body.partition("\n---\n")
-    if subject is None or not separator:
-        raise _malformed(path, "it is no mbox with a subject and a `---` line")
-    rows = [_TRAILER.fullmatch(line) for line in body.rstrip().rpartition("\n\n")[2].split("\n")]
-    trailers = tuple((match["key"], match["value"]) for match in rows if match)
-    if "Fix" not in dict(trailers):
-        raise _malformed(path, "it has no `Fix:` trailer")
+        raise _malformed(name, str(error)) from error
+    return parse_patch(name, text)
+
+
+def parse_patch(name: str, text: str) -> Patch:
+    """Return the patch that `text` is; `name` is its path below `patches/`.
+
+    Raises:
+        RegistryError: As `read_patch`.
+    """
+    found = _HEAD.match(text)
+    if found is None:
+        raise _malformed(name, "it has no head of `Fix:` and `Serves:` with a diff below")
+    if found["fix"] != name.partition("/")[0]:
+        raise _malformed(name, f"its head names {found['fix']}")
+    diff = text[found.end() :]
     try:
         files = PatchSet(diff)
     except UnidiffParseError as error:
-        raise _malformed(path, str(error)) from error
+        raise _malformed(name, str(error)) from error
     hunks: dict[str, tuple[Hunk, ...]] = {}
     for file in files:
         # A file that was empty counts as added for unidiff, so ask what git says.
         added_or_removed = DEV_NULL in (file.source_file, file.target_file)
         if added_or_removed or file.is_rename or file.is_binary_file:
-            raise _malformed(path, f"{file.path} is added, removed, renamed or binary")
+            raise _malformed(name, f"{file.path} is added, removed, renamed or binary")
         hunks[file.path] = tuple(_hunk(hunk) for hunk in file)
     # The parser passes over what it does not know. Every line has to have a meaning: one that
     # lies behind the counts of its hunk would do nothing, silently.
     understood = sum(_FILE_HEADER + sum(1 + len(hunk) for hunk in file) for file in files)
     if understood != diff.count("\n") or not all(hunks.values()):
-        raise _malformed(path, "its diff has lines that belong to no hunk, or a change of mode")
+        raise _malformed(name, "its diff has lines that belong to no hunk, or a change of mode")
     return Patch(
-        name=path.name,
-        subject=str(make_header(decode_header(subject[1].replace("\n ", " ")))),
-        trailers=trailers,
+        name=name,
+        fix_id=found["fix"].partition("-")[0],
+        serves=tuple(found["releases"].split(", ")),
+        diff=diff,
         files=hunks,
     )
+
+
+def head(fix: str, releases: Sequence[str]) -> str:
+    """Return the head of a patch: the name of its fix's folder, and the releases it serves."""
+    return f"Fix: {fix}\nServes: {', '.join(releases)}\n"
 
 
 def _hunk(hunk: ParsedHunk) -> Hunk:
@@ -143,11 +156,11 @@ def _hunk(hunk: ParsedHunk) -> Hunk:
     )
 
 
-def _malformed(path: Path, why: str) -> RegistryError:
+def _malformed(name: str, why: str) -> RegistryError:
     return RegistryError(
-        f"{path.parent.name}/{path.name}: {why}",
-        expected="a git-am mbox that changes existing text files only",
-        next_step=f"take back what changed it: git restore {quote(str(path))}",
+        f"{name}: {why}",
+        expected="two lines of head and a diff that changes existing text files only",
+        next_step=f"take back what changed it: git restore patches/{quote(name)}",
     )
 
 

@@ -1,8 +1,8 @@
 """The registry: every fix once, in `patches/fixes.toml`.
 
-What is common to all lines of a fix stands here and nowhere else: the commit message of each
-patch, with its trailers, is made from it (`message`), and so are the README's matrix and the
-wheel's provenance.
+What is common to all patches of a fix stands here and nowhere else: the commit message of each
+commit, with its trailers, is made from it (`message`), and so are the README's matrix and the
+wheel's provenance. And it says which of the releases that are carried get the fix (`needed_on`).
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Spared:
 
 @dataclass(frozen=True)
 class Unpatched:
-    """Releases that have the defect and, on purpose, get no patch from their line, and why.
+    """Releases that have the defect and, on purpose, get no patch, and why.
 
     With `tests`, that holds only for what these of our tests are about; the rest has its patch.
     """
@@ -156,9 +156,9 @@ class Fix:
     forward_tests: tuple[LaterTest, ...] = ()
 
     @property
-    def file_name(self) -> str:
-        """Name of the fix's patch in the folder of each line."""
-        return f"{self.id}-{self.slug}.patch"
+    def name(self) -> str:
+        """Name of the folder below `patches/` that holds its patches."""
+        return f"{self.id}-{self.slug}"
 
     @property
     def upstream_url(self) -> str:
@@ -181,6 +181,10 @@ class Fix:
         whole = (one for one in self.unpatched if not one.tests)
         reasons = (one.reason for one in whole if _includes(one.releases, release))
         return next(reasons, "") if self.affects(release) else ""
+
+    def needed_on(self, release: str) -> bool:
+        """Whether `release`, once it is carried, gets a patch."""
+        return self.affects(release) and not self.unpatched_on(release)
 
     def left_open_on(self, release: str) -> tuple[str, ...]:
         """Return those of our tests that say nothing of `release`, which has a patch otherwise."""

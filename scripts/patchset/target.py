@@ -16,7 +16,7 @@ from scripts.upstream.tree import read_source, release_tree
 
 @dataclass(frozen=True)
 class Target:
-    """A pinned release that a line of patches serves; files are fetched when they are asked for."""
+    """A pinned release that the fixes were carried to; files are fetched when asked for."""
 
     locked: LockedRelease
     series: Series
@@ -27,11 +27,10 @@ class Target:
 
         Raises:
             NotLockedError: The release is not pinned.
-            NoLineError: No line of patches serves it.
-            RegistryError: The lock, or a patch of the line, is malformed.
+            NotCarriedError: The fixes were not carried to it.
+            RegistryError: The lock, the registry or one of its patches is malformed.
         """
-        locked = locked_release(release)
-        return cls(locked, load_series(locked.line))
+        return cls(locked_release(release), load_series(release))
 
     @classmethod
     def named(cls, text: str) -> Target:
@@ -46,11 +45,6 @@ class Target:
     def release(self) -> str:
         """The release, in its normal form."""
         return self.locked.release
-
-    @property
-    def line(self) -> str:
-        """The line of patches that serves it, such as `v0.20`."""
-        return self.locked.line
 
     @property
     def patches(self) -> tuple[Patch, ...]:

@@ -16,8 +16,8 @@ from packaging.version import Version
 from scripts.patchset import patch
 from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import Fix, Registry
-from scripts.patchset.series import Series, load_series, releases_by_line
-from scripts.project import PATCHES, REPORTS, ROOT
+from scripts.patchset.series import Series, carried_releases, load_series
+from scripts.project import REPORTS, ROOT
 from scripts.prove.environment import Environment
 from scripts.prove.key import Side, inputs
 from scripts.prove.outcomes import Outcome
@@ -45,7 +45,7 @@ class State(str, Enum):
     NOT_AFFECTED = "not affected"  # the release does not have the defect, nor had one before it
     PATCHED = "patched"
     UPSTREAM = "upstream since"  # an earlier release has the defect, this one does not
-    OPEN = "open"  # affected, and no line of patches serves it
+    OPEN = "open"  # affected, and without a patch
     UNPROVEN = "unproven"
 
 
@@ -194,18 +194,19 @@ def _hint(fix: Fix, release: str, registry: Registry, earlier: bool, key: str) -
     claimed = fix.affects(release)
     state = State.UNPROVEN
     if series is None:
-        why = ["No line has a patch for it."]
+        why = ["No release has a patch for it."]
     elif own and fix.id not in series.fix_ids:
-        why = [f"Line {series.line} has no patch for it.", *_on_purpose(fix, release)]
+        why = ["It has no patch there.", *_on_purpose(fix, release)]
         state = State.OPEN if fix.unpatched_on(release) else State.UNPROVEN
     else:
         try:
             apply_patches(series.only([fix.id], registry), lambda path: read_source(release, path))
         except (PatchDoesNotApplyError, RegistryError) as error:
-            why = [f"The patch of {series.line} does not apply: {error.found.splitlines()[0]}"]
+            found = error.found.splitlines()[0]
+            why = [f"The patch for {series.release} does not apply: {found}"]
         else:
             state = State.PATCHED if own else State.OPEN
-            why = [f"The patch of {series.line} finds all its lines in the release, word for word."]
+            why = [f"The patch for {series.release} finds all its lines there, word for word."]
     if not claimed:
         why.append(f"The registry says that the defect is in {fix.applies_to} only.")
         contradiction = state is not State.UNPROVEN
@@ -221,11 +222,11 @@ def _on_purpose(fix: Fix, release: str) -> list[str]:
 
 def _hint_inputs(fix: Fix, release: str, registry: Registry, earlier: bool) -> str:
     series, own = _nearest(fix, release)
-    names = [] if series is None else [patch.name for patch in series.only([fix.id], registry)]
+    patches = () if series is None else series.only([fix.id], registry)
     parts = [
         load_lock()[release].sdist.sha256, fix.applies_to, fix.unpatched_on(release),
         str(own), str(earlier), _tools(),
-        *(sha256_once(PATCHES / series.line / name) for name in names if series is not None),
+        *(patch.diff for patch in patches),
     ]  # fmt: skip
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
@@ -233,25 +234,23 @@ def _hint_inputs(fix: Fix, release: str, registry: Registry, earlier: bool) -> s
 def _nearest(fix: Fix, release: str) -> tuple[Series | None, bool]:
     """Return the series whose patch is asked, and whether it is the release's own.
 
-    That is the line below the release which is nearest and has the fix, else the one above.
+    Else it is that of the nearest release below which has the fix, or above.
     """
     own = _series_of(release)
     if own is not None:
         return own, True
-    lines = [(Version(releases[-1]), line) for line, releases in _lines().items() if releases]
-    having = sorted((v, line) for v, line in lines if fix.id in _series(line).fix_ids)
-    below = [line for version, line in having if version < Version(release)]
-    above = [line for version, line in having if version > Version(release)]
-    nearest = below[-1] if below else (above[0] if above else None)
+    having = [one for one in _carried() if fix.needed_on(one)]
+    below = [one for one in having if Version(one) < Version(release)]
+    nearest = below[-1] if below else (having[0] if having else None)
     return (None if nearest is None else _series(nearest)), False
 
 
 def _series_of(release: str) -> Series | None:
-    """Return the series that serves a supported release; None for one that is only pinned."""
-    return next((_series(line) for line, served in _lines().items() if release in served), None)
+    """Return the series of a release that is carried; None for one that is only pinned."""
+    return _series(release) if release in _carried() else None
 
 
-_lines = cache(releases_by_line)
+_carried = cache(carried_releases)
 _series = cache(load_series)
 
 

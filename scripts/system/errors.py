@@ -44,8 +44,8 @@ class UnknownReleaseError(KvfixError):
     exit_code = 10
 
 
-class NoLineError(KvfixError):
-    """The release is known but no line of patches serves it: carry one to it first."""
+class NotCarriedError(KvfixError):
+    """The release is known but the fixes were not carried to it: run `nox -s rebase` for it."""
 
     exit_code = 11
 

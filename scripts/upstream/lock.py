@@ -1,7 +1,7 @@
 """`patches/upstream.lock`: the files of every supported release, by name and sha256.
 
-The format is TOML: one table per release with its `line` (the folder below `patches/` that serves
-it) and a table of file names and their sha256.
+The format is TOML: per release a table `files` of names and their sha256. A release may be pinned
+long before the fixes are carried to it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINUX = r"(many|musl)?linux(\d+|_\d+_\d+)?_"  # a platform tag up to the machin
 
 _HEADER = (
     "# What kvfix builds on: every file of each release, with its sha256.\n"
-    "# Written by `nox -s lock -- RELEASE`; of an entry, only `line` is for people to change.\n\n"
+    "# Written by `nox -s lock -- RELEASE`.\n\n"
 )
 
 
@@ -45,10 +45,9 @@ class LockedFile:
 
 @dataclass(frozen=True)
 class LockedRelease:
-    """One release as it is pinned: its line of patches (`v0.20`), its sdist and its wheels."""
+    """One release as it is pinned: its sdist and its wheels."""
 
     release: str
-    line: str
     sdist: LockedFile
     wheels: tuple[LockedFile, ...]
 
@@ -102,12 +101,9 @@ def load_lock(path: Path = LOCK) -> dict[str, LockedRelease]:
             raise _wrong(path, f"{name} and {releases[version].release} are the same release")
         if not isinstance(table, dict) or not isinstance(table.get("files"), dict):
             raise _wrong(path, f"{name} has no table of files")
-        line = table.get("line")
-        if not isinstance(line, str) or not re.fullmatch(r"v[0-9][0-9A-Za-z.]*", line):
-            raise _wrong(path, f"{name} has no line like 'v0.20', but {line!r}")
-        if surplus := table.keys() - {"line", "files"}:
+        if surplus := table.keys() - {"files"}:
             raise _wrong(path, f"{name} has keys of no meaning: {', '.join(sorted(surplus))}")
-        releases[version] = read_release(path, name, line, table["files"])
+        releases[version] = read_release(path, name, table["files"])
     return {str(version): releases[version] for version in sorted(releases)}
 
 
@@ -134,14 +130,11 @@ def render(releases: Mapping[str, LockedRelease]) -> str:
     """Return the text of the lock file: the same releases give the same bytes."""
     import tomli_w
 
-    tables = {
-        name: {"line": releases[name].line, "files": releases[name].hashes()}
-        for name in sorted(releases, key=Version)
-    }
+    tables = {name: {"files": releases[name].hashes()} for name in sorted(releases, key=Version)}
     return _HEADER + tomli_w.dumps(tables)
 
 
-def read_release(path: Path, name: str, line: str, files: dict[str, Any]) -> LockedRelease:
+def read_release(path: Path, name: str, files: dict[str, Any]) -> LockedRelease:
     """Check the files of one entry and sort them; `path` is only named in messages."""
     sdists: list[LockedFile] = []
     wheels: list[LockedFile] = []
@@ -158,7 +151,7 @@ def read_release(path: Path, name: str, line: str, files: dict[str, Any]) -> Loc
         (sdists if is_sdist(file) else wheels).append(LockedFile(file, files[file]))
     if len(sdists) != 1:
         raise _wrong(path, f"{name} has {len(sdists)} source archives instead of one")
-    return LockedRelease(name, line, sdists[0], tuple(wheels))
+    return LockedRelease(name, sdists[0], tuple(wheels))
 
 
 def is_sdist(file: str) -> bool:
@@ -179,6 +172,6 @@ def final_version(text: str) -> Version | None:
 def _wrong(path: Path, what: str) -> RegistryError:
     return RegistryError(
         f"{path}: {what}",
-        expected="per release a `line` and one table `files` of names and sha256, with one sdist",
+        expected="per release one table `files` of names and sha256, with one sdist",
         next_step=f"take back what changed it: git restore {quote(str(path))}",
     )

@@ -56,9 +56,8 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
                 expected="a published release",
                 next_step="correct the number, or the index settings of pip or uv",
             )
-        line = old[name].line if name in old else _default_line(name)
-        new[name] = read_release(path, name, line, files)
-        out.print(f"{name}, line {line}", style="bold")
+        new[name] = read_release(path, name, files)
+        out.print(name, style="bold")
         for file in new[name].hashes():
             state = _state(pinned.get(file), found.get(file))
             yanked = file in offers and offers[file].yanked is not None
@@ -96,8 +95,3 @@ def _release_name(text: str, path: Path) -> str:
     if known is not None:  # 0.20.2.0 is 0.20.2, and no second entry
         return known
     return f"{version}.0" if re.fullmatch(r"\d+\.\d+", str(version)) else str(version)
-
-
-def _default_line(release: str) -> str:
-    version = Version(release)
-    return f"v{version.major}.{version.minor}"

@@ -93,7 +93,9 @@ def _selection(
     if options.affected is not None:
         if series is None or options.path:
             raise UsageError(
-                f"{release} has no line of patches" if series is None else "paths with --affected",
+                f"the fixes were not carried to {release}"
+                if series is None
+                else "paths with --affected",
                 expected="--affected alone, on a release with patches: it asks what they change",
                 next_step=f"nox -s upstream_tests -- {project().default_release} --affected",
             )

@@ -75,7 +75,7 @@ _FILES = {
 
 
 def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
-    """Return a patch set with one line, `v0.20`, for one release, 0.20.2."""
+    """Return a patch set for one release, 0.20.2."""
     made = checkouts.small(folder)
     (made.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
     for path in (made.folder / "vllm_overlay").iterdir():
@@ -89,12 +89,6 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
     )
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
-    declaration = made.folder / "pyproject.toml"
-    text = declaration.read_text()
-    start = text.index("releases = [")
-    declaration.write_text(
-        text.replace(text[start : text.index("]", start) + 1], 'releases = ["0.20.2"]')
-    )
     result = made.run("edit", "--restamp")
     assert result.returncode == 0, result.stderr
     return made
@@ -111,20 +105,17 @@ def release(checkout: Checkout, name: str, texts: Mapping[str, str]) -> None:
     """Pin a further release of the small vLLM."""
     lock = read_toml(checkout.patches / "upstream.lock")
     pinned = {
-        one: (
-            table["line"],
-            {
-                file: (checkout.cache / "files" / sha256 / file).read_bytes()
-                for file, sha256 in table["files"].items()
-            },
-        )
+        one: {
+            file: (checkout.cache / "files" / sha256 / file).read_bytes()
+            for file, sha256 in table["files"].items()
+        }
         for one, table in lock.items()
     }
     files = {
         f"vllm-{name}.tar.gz": sdist_bytes(texts, name),
         wheel_name(name): wheel_bytes(texts, version=name),
     }
-    checkout.lock({**pinned, name: (f"v{name.rpartition('.')[0]}", files)})
+    checkout.lock({**pinned, name: files})
 
 
 def change(path: Path, old: str, new: str) -> None:

@@ -8,6 +8,7 @@ import io
 import os
 import platform
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.project import ROOT
 from scripts.wheel.names import VERSION_MODULE
 from tests.scripts import toys
+from tests.scripts.repos import write
 from tests.scripts.wheels import VERSION_TEXT, with_metadata, zip_bytes
 
 MACHINE = platform.machine()
@@ -100,12 +102,12 @@ class Checkout:
     def dist(self) -> Path:
         return self.folder / "dist"
 
-    def lock(self, releases: Mapping[str, tuple[str, Mapping[str, bytes]]]) -> None:
-        """Pin releases, each with its line and its files, and put the files into the cache."""
+    def lock(self, releases: Mapping[str, Mapping[str, bytes]]) -> None:
+        """Pin releases, each with its files, and put the files into the cache."""
         tables = {}
-        for release, (line, files) in releases.items():
+        for release, files in releases.items():
             hashes = {name: hashlib.sha256(data).hexdigest() for name, data in files.items()}
-            tables[release] = {"line": line, "files": hashes}
+            tables[release] = {"files": hashes}
             for name, data in files.items():
                 path = self.cache / "files" / hashes[name] / name
                 path.parent.mkdir(parents=True, exist_ok=True)
@@ -167,16 +169,21 @@ def tools(folder: Path) -> Checkout:
 def small(folder: Path) -> Checkout:
     """Return a copy whose series is that of `toys`, for a small 0.20.2."""
     checkout = tools(folder)
-    line = checkout.patches / "v0.20"
-    line.mkdir()
-    names = [patch.name for patch in toys.series(folder).patches]
-    for name in names:
-        shutil.copy(folder / name, line)
-    (line / "series").write_text("".join(f"{name}\n" for name in names))
+    for patch in toys.series(folder).patches:
+        write(checkout.patches, {patch.name: (folder / patch.name).read_bytes()})
+    carried(checkout, "0.20.2")
     (checkout.patches / "fixes.toml").write_text(registry_text(toys.REGISTRY), encoding="utf-8")
     files = {
         "vllm-0.20.2.tar.gz": sdist_bytes(toys.FILES, "0.20.2"),
         wheel_name(): wheel_bytes(toys.FILES),
     }
-    checkout.lock({"0.20.2": ("v0.20", files)})
+    checkout.lock({"0.20.2": files})
     return checkout
+
+
+def carried(checkout: Checkout, *releases: str) -> None:
+    """Declare the releases that the fixes were carried to."""
+    path = checkout.folder / "pyproject.toml"
+    names = ", ".join(f'"{release}"' for release in releases)
+    text = re.sub(r"^releases = \[[^]]*\]", f"releases = [{names}]", path.read_text(), flags=re.M)
+    path.write_text(text)

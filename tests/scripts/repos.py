@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,13 +73,23 @@ def mbox(folder: Path, *options: str) -> str:
     return git(folder, "format-patch", "--stdout", "--no-signature", "-1", *options)
 
 
-def mbox_of(
+def bare(diff: str) -> str:
+    """Return a diff of git's without its `index` lines, as it is stored."""
+    return re.sub(r"^index [0-9a-f]+\.\.[0-9a-f]+( \d+)?\n", "", diff, flags=re.MULTILINE)
+
+
+def stored(folder: Path, *options: str, fix: str = "1-it", release: str = "0.20.2") -> str:
+    """Return the last commit as a patch file of ours."""
+    return f"Fix: {fix}\nServes: {release}\n" + bare(git(folder, "diff", *options, "HEAD~", "HEAD"))
+
+
+def stored_of(
     folder: Path,
     before: Mapping[str, str | bytes],
     after: Mapping[str, str | bytes | None],
     *options: str,
 ) -> str:
-    """Return, as mbox, the commit that turns `before` into `after`."""
+    """Return, as a patch file of ours, what turns `before` into `after`."""
     commit(folder, before, "before")
     commit(folder, after)
-    return mbox(folder, *options)
+    return stored(folder, *options)

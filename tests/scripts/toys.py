@@ -1,4 +1,4 @@
-"""A small vLLM: its files, a registry and a series for it, and patches that git makes of them."""
+"""A small vLLM: its files, a registry and a series for it, and patches as they are stored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from scripts.patchset.patch import Patch, read_patch
 from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series
-from tests.scripts.repos import commit, git, mbox
+from tests.scripts.repos import commit, git, stored, write
 
 AUTHOR = "kvfix maintainers <maintainers@kvfix.invalid>"
 WORKER = "vllm/worker.py"
@@ -86,21 +86,21 @@ REGISTRY = registry(
 )
 
 
-def patch(folder: Path, entry: Fix, after: Mapping[str, str], registry: Registry) -> Patch:
-    """Return the patch that git makes of the small vLLM and the changed files `after`."""
+def patch(folder: Path, entry: Fix, after: Mapping[str, str]) -> Patch:
+    """Return the patch of the small vLLM with the changed files `after`; it lies in `folder`."""
     source = folder / f"of-{entry.id}"
     commit(source, FILES, "before")
-    commit(source, after, registry.message(entry))
-    path = folder / entry.file_name
-    path.write_bytes(mbox(source).encode())
-    return read_patch(path)
+    commit(source, after, "after")
+    name = f"{entry.name}/0.20.2.patch"
+    write(folder, {name: stored(source, fix=entry.name)})
+    return read_patch(folder / name)
 
 
 def series(folder: Path, changes: Mapping[str, Mapping[str, str]] | None = None) -> Series:
     """Return the series of `REGISTRY`, or of other changes by the id of their fix."""
     changes = {"1": ONE, "2": TWO} if changes is None else changes
-    made = (patch(folder, REGISTRY.fixes[name], after, REGISTRY) for name, after in changes.items())
-    return Series("v0.20", tuple(made))
+    made = (patch(folder, REGISTRY.fixes[name], after) for name, after in changes.items())
+    return Series("0.20.2", tuple(made))
 
 
 def clone_of_vllm(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from scripts.carry.merge import Carried, How, Source, Status, carry
 from scripts.carry.moved import definition_at, definitions, where_it_went
 from scripts.patchset.patch import Patch, read_patch
 from scripts.system.git import Repository
-from tests.scripts.repos import MESSAGE, commit, git, mbox
+from tests.scripts.repos import commit, git, stored_of, write
 
 PATH = "vllm/a/worker.py"
 BASE = textwrap.dedent(
@@ -51,11 +51,9 @@ FIXED = BASE.replace(
 
 
 def a_patch(folder: Path, before: str = BASE, after: str = FIXED) -> Patch:
-    commit(folder, {PATH: before}, "before")
-    commit(folder, {PATH: after}, MESSAGE)
-    path = folder / "1-a-name.patch"
-    path.write_text(mbox(folder))
-    return read_patch(path)
+    name = "1-it/0.20.2.patch"
+    write(folder, {name: stored_of(folder, {PATH: before}, {PATH: after})})
+    return read_patch(folder / name)
 
 
 def carried(

@@ -12,7 +12,6 @@ import pytest
 from scripts.patchset.patch import read_patch
 from scripts.patchset.registry import Unpatched
 from scripts.project import read_toml
-from scripts.upstream.lock import load_lock
 from tests.scripts import toys
 from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
 from tests.scripts.checkouts import Checkout, registry_text
@@ -23,6 +22,12 @@ FIXED = {**toys.FILES, WORKER: toys.changed(WORKER, ("    return x + 2\n", "    
 COLLIDES = {
     **toys.FILES,
     WORKER: toys.changed(WORKER, ("    return x + 9\n", "    return 9 + x\n")),
+}
+
+BOTH = {
+    "1-a-name/0.20.2.patch": ("0.20.2", "0.21.0"),
+    "2-a-name/0.20.2.patch": ("0.20.2",),
+    "2-a-name/0.21.0.patch": ("0.21.0",),
 }
 
 # Lint and the regression tests run for each release that lands, 10 s of one core.
@@ -64,8 +69,10 @@ def worktree(checkout: Checkout) -> Path:
     return checkout.folder / ".work" / "rebase" / "tree"
 
 
-def series(checkout: Checkout, line: str) -> list[str]:
-    return (checkout.patches / line / "series").read_text().split()
+def files(checkout: Checkout) -> dict[str, tuple[str, ...]]:
+    """Return the releases that each patch file says it serves, by its path."""
+    found = map(read_patch, sorted(checkout.patches.glob("*/*.patch")))
+    return {patch.name: patch.serves for patch in found}
 
 
 def report(checkout: Checkout, name: str) -> dict[str, str]:
@@ -87,16 +94,18 @@ def resolve(checkout: Checkout) -> None:
     )
 
 
-def test_a_release_on_which_all_applies_joins_the_line(checkout: Checkout) -> None:
+def test_a_release_on_which_all_applies_adds_no_file(checkout: Checkout) -> None:
     release(checkout, "0.20.3", STAYS)
     said = rebase(checkout, "0.20.3")
     assert "proven and in place: 2 fixes carried by the tool" in said
     assert report(checkout, "0.20.3") == {"1": "carried with offsets", "2": "carried with offsets"}
-    assert load_lock(checkout.patches / "upstream.lock")["0.20.3"].line == "v0.20"
+    assert files(checkout) == {
+        "1-a-name/0.20.2.patch": ("0.20.2", "0.20.3"),
+        "2-a-name/0.20.2.patch": ("0.20.2", "0.20.3"),
+    }
     assert releases(checkout) == ["0.20.2", "0.20.3"]
     assert not (checkout.folder / ".work" / "rebase").exists()
-    # Exported from the line's newest release, and still the same patch for the older one.
-    (hunk,) = read_patch(checkout.patches / "v0.20" / "2-a-name.patch").files[WORKER]
+    (hunk,) = read_patch(checkout.patches / "2-a-name" / "0.20.2.patch").files[WORKER]
     assert hunk.old[-4].startswith("    return x + 9")
     assert checkout.run("edit", "--restamp").returncode == 0
     assert "vllm-0.20.2" not in said
@@ -106,8 +115,10 @@ def test_what_upstream_has_by_proof_is_left_behind(checkout: Checkout) -> None:
     release(checkout, "0.21.0", FIXED)
     said = rebase(checkout, "0.21.0")
     assert report(checkout, "0.21.0") == {"1": "already upstream", "2": "carried"}
-    assert series(checkout, "v0.21") == ["2-a-name.patch"]
-    assert series(checkout, "v0.20") == ["1-a-name.patch", "2-a-name.patch"]
+    assert files(checkout) == {
+        "1-a-name/0.20.2.patch": ("0.20.2",),
+        "2-a-name/0.20.2.patch": ("0.20.2", "0.21.0"),
+    }
     fixes = {fix["id"]: fix for fix in read_toml(checkout.patches / "fixes.toml")["fix"]}
     assert (fixes["1"]["applies-to"], fixes["1"]["fixed-in"]) == (">=0.20.0,<0.21.0", "0.21.0")
     assert (fixes["2"]["applies-to"], fixes["2"]["fixed-in"]) == (">=0.20.0", "")
@@ -126,7 +137,7 @@ def test_a_conflict_is_shown_resolved_and_proven(checkout: Checkout) -> None:
         assert word in said
     text = (worktree(checkout) / WORKER).read_text()
     assert "<<<<<<< vLLM 0.21.0\n    return 9 + x\n|||||||" in text
-    assert "=======\n    return work1(x)\n>>>>>>> 2-a-name.patch\n" in text
+    assert "=======\n    return work1(x)\n>>>>>>> 2-a-name/0.20.2.patch\n" in text
     assert "return work1(x)" in git(worktree(checkout), "show", "fix/2")
     assert contents(checkout) == before
 
@@ -148,7 +159,7 @@ def test_a_conflict_is_shown_resolved_and_proven(checkout: Checkout) -> None:
     )
     assert "1 by hand" in rebase(checkout, "--continue")
     assert report(checkout, "0.21.0") == {"1": "carried", "2": "carried by hand"}
-    (hunk,) = read_patch(checkout.patches / "v0.21" / "2-a-name.patch").files[WORKER]
+    (hunk,) = read_patch(checkout.patches / "2-a-name" / "0.21.0.patch").files[WORKER]
     assert "    return 9 + x\n" in hunk.old
 
 
@@ -167,7 +178,7 @@ def test_what_is_not_proven_does_not_land(checkout: Checkout) -> None:
     change(path, "def work9(x):\n    return work3(x)\n", "def work9(x):\n    return work1(x)\n")
     git(worktree(checkout), "commit", "--quiet", "--all", "--amend", "--no-edit")
     assert "1 by hand" in rebase(checkout, "--continue")
-    assert series(checkout, "v0.21") == ["1-a-name.patch", "2-a-name.patch"]
+    assert files(checkout) == BOTH
 
 
 def test_a_fix_that_is_left_out_while_it_is_open_does_not_land(checkout: Checkout) -> None:
@@ -175,7 +186,7 @@ def test_a_fix_that_is_left_out_while_it_is_open_does_not_land(checkout: Checkou
     before = contents(checkout)
     rebase(checkout, "0.21.0", code=31)
     said = rebase(checkout, "--skip", code=30)
-    assert "v0.21: fix 2 applies to 0.21.0 and has no patch" in said
+    assert "fix 2 applies to 0.21.0 and has no patch" in said
     assert contents(checkout) == before
     assert "none to leave out" in rebase(checkout, "--skip", code=2)
     rebase(checkout, "--abort")
@@ -194,7 +205,10 @@ def test_a_fix_that_is_left_out_on_purpose_lands(checkout: Checkout) -> None:
     (checkout.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
     assert checkout.run("edit", "--restamp").returncode == 0
     assert "1 left out" in rebase(checkout, "--continue")
-    assert series(checkout, "v0.21") == ["1-a-name.patch"]
+    assert files(checkout) == {
+        "1-a-name/0.20.2.patch": ("0.20.2", "0.21.0"),
+        "2-a-name/0.20.2.patch": ("0.20.2",),
+    }
     assert releases(checkout) == ["0.20.2", "0.21.0"]
 
 
@@ -242,8 +256,7 @@ def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:
         ("carry/rebase", "            _commit(repository, fix.id, texts)\n"),
         ("carry/rebase", "        state.results.append(result)\n        state.save()\n"),
         ("carry/landing", '    _run("lint")\n'),
-        ("carry/landing", "        replace_text(ROOT / name, _read(path))\n"),
-        ("carry/landing", "            part.rename(target)\n"),
+        ("carry/landing", "            replace_text(ROOT / name, _read(path))\n"),
     ],
 )
 def test_a_kill_at_any_step_loses_nothing(checkout: Checkout, tool: str, after: str) -> None:
@@ -254,11 +267,11 @@ def test_a_kill_at_any_step_loses_nothing(checkout: Checkout, tool: str, after: 
     change(path, after, f"{after}{indent}__import__('os').kill(__import__('os').getpid(), 9)\n")
     before = contents(checkout)
     assert checkout.run("rebase", "0.21.0", timeout=600).returncode == -9
-    if "ROOT" not in after and "rename" not in after:
+    if "ROOT" not in after:
         assert contents(checkout) == before
     path.write_text(whole)
     assert "proven and in place" in rebase(checkout, "--continue")
-    assert series(checkout, "v0.21") == ["2-a-name.patch"]
+    assert files(checkout)["2-a-name/0.20.2.patch"] == ("0.20.2", "0.21.0")
     assert report(checkout, "0.21.0") == {"1": "already upstream", "2": "carried"}
     assert releases(checkout) == ["0.20.2", "0.21.0"]
 
@@ -291,7 +304,7 @@ def test_a_clone_with_branches_and_merges_gives_the_same_patches(
 
     other = Checkout(tmp_path / "again", checkout.cache)
     shutil.copytree(checkout.folder, other.folder, symlinks=True)
-    shutil.rmtree(other.patches / "v0.21")
+    (other.patches / "2-a-name" / "0.21.0.patch").unlink()
     change(other.folder / "pyproject.toml", ', "0.21.0"', "")
     rebase(other, "0.21.0", code=31)
     resolve(other)

@@ -42,10 +42,6 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     write(made.folder, OVERLAY)
     (made.folder / "README.md").write_text(README)
     (made.folder / "CHANGELOG.md").write_text("- 1: this\n- 2: that\n")
-    text = (made.folder / "pyproject.toml").read_text()
-    start = text.index("releases = [")
-    text = text.replace(text[start : text.index("]", start) + 1], 'releases = ["0.20.2"]')
-    (made.folder / "pyproject.toml").write_text(text)
     result = made.run("edit", "--restamp")
     assert result.returncode == 0, result.stderr
     return made
@@ -80,25 +76,25 @@ def change(path: Path, old: str, new: str) -> None:
     path.write_text(text.replace(old, new))
 
 
+def _patch(checkout: Checkout, fix: str) -> Path:
+    return checkout.patches / f"{fix}-a-name" / "0.20.2.patch"
+
+
 def test_a_sound_patch_set_has_no_faults_and_its_lines_are_counted(checkout: Checkout) -> None:
     assert faults(checkout) == []
     report = json.loads((checkout.folder / "reports" / "lint.json").read_text())
-    assert report["hook_lines"] == {"v0.20": {"1": 4, "2": 1}}
+    assert report["hook_lines"] == {"0.20.2": {"1": 4, "2": 1}}
     overlay = (checkout.folder / "vllm_overlay").rglob("*.py")
     assert report["overlay_lines"] == sum(len(p.read_bytes().splitlines()) for p in overlay)
 
 
 def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
-    line = checkout.patches / "v0.20"
-    change(line / "2-a-name.patch", "+    return work1(x)\n", "+    return x * 9\n")
-    change(line / "1-a-name.patch", "Wire-Compat: none", "Wire-Compat: much")
-    change(
-        line / "1-a-name.patch",
-        "+from vllm_overlay",
-        "+from vllm.gone import x\n+from vllm_overlay",
-    )
-    change(line / "1-a-name.patch", ",8 @@", ",9 @@")
-    (line / "3-lost.patch").write_text("")
+    one, two = (checkout.patches / f"{n}-a-name" / "0.20.2.patch" for n in (1, 2))
+    change(two, "+    return work1(x)\n", "+    return x * 9\n")
+    change(two, "Serves: 0.20.2\n", "Serves: 0.20.2, 0.21.0\n")
+    change(one, "+from vllm_overlay", "+from vllm.gone import x\n+from vllm_overlay")
+    change(one, ",8 @@", ",9 @@")
+    write(checkout.patches, {"3-lost/0.20.2.patch": ""})
     change(checkout.folder / "CHANGELOG.md", "- 2: that\n", "- 12: that\n")
     change(checkout.folder / "README.md", "| fix |", "| Fix |")
     (checkout.folder / "vllm_overlay" / "idle.py").write_text("")
@@ -109,13 +105,12 @@ def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
 
     found = "\n".join(faults(checkout))
     for said in (
-        "v0.20/3-lost.patch is not in v0.20/series",
-        "v0.20/1-a-name.patch: its trailers are not those of fixes.toml",
-        "v0.20: fix 7 applies to 0.20.2 and has no patch",
+        "patches/3-lost/0.20.2.patch: is the patch of no fix of fixes.toml",
+        "fix 7 applies to 0.20.2 and has no patch",
         "no hook: return x * 9",
         "vllm.gone",
-        "v0.20/1-a-name.patch: exported again it has other bytes",
-        "vllm_overlay/idle.py: no hook of any line reaches this module",
+        "2-a-name/0.20.2.patch: made anew it has other bytes",
+        "vllm_overlay/idle.py: no hook of any release reaches this module",
         "CHANGELOG.md does not name fix 2",
         "README.md: is not what the registry says",
     ):
@@ -180,24 +175,25 @@ def test_a_fix_needs_no_patch_where_the_registry_says_why(checkout: Checkout) ->
     assert "● |" in (checkout.folder / "README.md").read_text()
     assert "nobody runs it" in (checkout.folder / "docs" / "fixes.md").read_text()
 
-    (checkout.patches / "v0.20" / "series").write_text("1-a-name.patch\n")
-    assert "v0.20: fix 2 applies to 0.20.2 and has no patch" in faults(checkout)
+    (checkout.patches / "2-a-name" / "0.20.2.patch").unlink()
+    assert "fix 2 applies to 0.20.2 and has no patch" in faults(checkout)
 
 
 def test_a_patch_that_the_registry_denies_is_a_fault(checkout: Checkout) -> None:
     registry = checkout.patches / "fixes.toml"
     denied = 'unpatched = [{releases = ">=0", reason = "nobody runs it"}]'
     registry.write_text(registry.read_text().replace("unpatched = []", denied, 1))
-    assert "v0.20: fix 1 is unpatched on 0.20.2 and has a patch" in faults(checkout)
+    said = "1-a-name/0.20.2.patch: serves no release that another file does not serve as well"
+    assert any(fault.startswith(said) for fault in faults(checkout))
 
 
 def test_all_patches_that_cannot_be_read_are_found_in_one_run(checkout: Checkout) -> None:
-    line = checkout.patches / "v0.20"
-    (line / "1-a-name.patch").unlink()
-    change(line / "2-a-name.patch", "\n---\n", "\n")
+    one, two = (checkout.patches / f"{n}-a-name" / "0.20.2.patch" for n in (1, 2))
+    one.rename(one.with_name("first.patch"))
+    change(two, "Serves: ", "Also: ")
     assert faults(checkout) == [
-        "v0.20/series lists 1-a-name.patch, which is not there",
-        "v0.20/2-a-name.patch: it is no mbox with a subject and a `---` line",
+        "1-a-name/first.patch is not named by a release, or not by one of its own",
+        "2-a-name/0.20.2.patch: it has no head of `Fix:` and `Serves:` with a diff below",
     ]
 
 
@@ -205,35 +201,43 @@ def test_all_patches_that_cannot_be_read_are_found_in_one_run(checkout: Checkout
     ("spoil", "said"),
     [
         (
-            lambda c: (c.patches / "v0.20" / "series").write_text("1-a-name.patch\n" * 2),
-            "v0.20/series lists 1-a-name.patch twice",
+            lambda c: shutil.copy(_patch(c, "2"), _patch(c, "2").with_name("0.20.3.patch")),
+            "2-a-name/0.20.3.patch: serves no release that another file does not serve as well",
+        ),
+        (
+            lambda c: _patch(c, "2").rename(_patch(c, "2").with_name("0.20.1.patch")),
+            "2-a-name/0.20.2.patch is missing; run: nox -s edit -- --restamp",
         ),
         (
             lambda c: change(c.folder / HOOKED, "_sync_engine_id_across_tp", "_sync"),
             "0.20.2: vllm/distributed/state.py:6: Module",
         ),
         (
-            lambda c: change(c.patches / "v0.20" / "2-a-name.patch", "x + 9", "y + 9"),
-            "2-a-name.patch, vllm/worker.py, hunk 1: its text is not there",
+            lambda c: change(_patch(c, "2"), "x + 9", "y + 9"),
+            "2-a-name/0.20.2.patch, vllm/worker.py, hunk 1: its text is not there",
         ),
         (
-            lambda c: change(c.patches / "v0.20" / "2-a-name.patch", "\nFix: 2\n", "\nFix: 9\n"),
-            "v0.20: 2-a-name.patch: no such fix in fixes.toml",
+            lambda c: change(_patch(c, "2"), "Fix: 2-a-name\n", "Fix: 9-a-name\n"),
+            "2-a-name/0.20.2.patch: its head names 9-a-name",
         ),
         (
             lambda c: change(c.patches / "fixes.toml", '"<=0.20.2"', '"<0.20"'),
-            "v0.20: fix 1 applies to no release of the line",
+            "1-a-name/0.20.2.patch: serves no release that another file does not serve as well",
         ),
         (
             lambda c: change(c.patches / "fixes.toml", '"Backport"', '"Maybe"'),
             "upstream-status is none of",
         ),
+        (lambda c: _patch(c, "1").unlink(), "fix 1 applies to 0.20.2 and has no patch"),
         (
-            lambda c: (c.patches / "v0.20" / "1-a-name.patch").unlink(),
-            "v0.20/series lists 1-a-name.patch, which is not there",
+            lambda c: checkouts.carried(c, "0.20.2", "0.21.0"),
+            "0.21.0 is among the releases of pyproject.toml and not in upstream.lock",
         ),
     ],
-    ids=["twice", "overlay", "context", "orphan", "range", "registry", "missing"],
+    ids=[
+        *("surplus", "name", "overlay", "context", "orphan", "range", "registry", "missing"),
+        "unpinned",
+    ],
 )
 def test_what_breaks_the_set_is_a_fault_and_no_traceback(
     checkout: Checkout, spoil: Callable[[Checkout], object], said: str

@@ -22,7 +22,6 @@ import pytest
 
 from scripts.patchset.series import load_series
 from scripts.project import ROOT, project
-from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import read_source
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import NATIVE, Checkout, wheel_bytes, wheel_name
@@ -194,7 +193,7 @@ class TestThisRepository:
     def source(self, tmp_path_factory: pytest.TempPathFactory) -> Path:
         """Return a wheel of the default release with the files that the series changes."""
         release = project().default_release
-        series = load_series(locked_release(release).line)
+        series = load_series(release)
         names = {"vllm/__init__.py", *(name for patch in series.patches for name in patch.files)}
         texts = {name: read_source(release, name) for name in sorted(names)}
         path = tmp_path_factory.mktemp("stock") / wheel_name(release)
@@ -215,7 +214,7 @@ class TestThisRepository:
 
     def test_makes_a_wheel_that_is_verified(self, source: Path, tmp_path: Path) -> None:
         release = project().default_release
-        series = load_series(locked_release(release).line)
+        series = load_series(release)
         wrote(self.run("apply", release, "--wheel", source, "--out", tmp_path))
         (wheel,) = tmp_path.iterdir()
         assert wheel.name == wheel_name(f"{release}+kvfix.{project().version}")
@@ -351,14 +350,21 @@ class TestOwnWheel:
 class TestRelease:
     @pytest.mark.parametrize("name", ["9.9.9", "main", "0.20.2rc1", "0.17.1"])
     def test_that_is_unknown(self, checkout: Checkout, name: str) -> None:
-        said_no(checkout.run("apply", name), 10, repr(name), "0.20.0, 0.20.1, 0.20.2, 0.21.0")
+        said_no(checkout.run("apply", name), 10, repr(name), "one of 0.20.2")
 
     def test_that_is_not_pinned(self, checkout: Checkout) -> None:
+        checkouts.carried(checkout, "0.20.1", "0.20.2")
         said_no(checkout.run("apply", "0.20.1"), 12, "0.20.1", "nox -s lock -- 0.20.1")
 
-    def test_without_a_line_of_patches(self, checkout: Checkout) -> None:
-        checkout.lock({"0.21.0": ("v0.21", {"vllm-0.21.0.tar.gz": b"", wheel_name("0.21.0"): b""})})
-        said_no(checkout.run("apply", "0.21.0"), 11, "v0.21", "one of v0.20")
+    def test_that_is_pinned_and_was_not_carried(self, checkout: Checkout) -> None:
+        checkout.lock({"0.20.1": {"vllm-0.20.1.tar.gz": b"", wheel_name("0.20.1"): b""}})
+        said_no(checkout.run("apply", "0.20.1"), 10, "one of 0.20.2", "nox -s rebase -- 0.20.1")
+
+    def test_that_needs_a_fix_without_a_patch(self, checkout: Checkout) -> None:
+        checkout.lock({"0.20.1": {"vllm-0.20.1.tar.gz": b"", wheel_name("0.20.1"): b""}})
+        checkouts.carried(checkout, "0.20.1", "0.20.2")
+        found = "fix 1 applies to 0.20.1 and has no patch"
+        said_no(checkout.run("apply", "0.20.1"), 23, found, "nox -s edit -- 0.20.1 1")
 
     def test_without_a_wheel_for_the_machine(self, checkout: Checkout) -> None:
         said_no(checkout.run("apply", "--arch", "riscv64"), 12, "riscv64")
@@ -397,12 +403,12 @@ class TestRelease:
 
 class TestPatchSet:
     def test_with_a_patch_that_does_not_apply(self, checkout: Checkout) -> None:
-        path = checkout.patches / "v0.20" / "2-a-name.patch"
+        path = checkout.patches / "2-a-name" / "0.20.2.patch"
         path.write_text(path.read_text().replace("-    return x + 9\n", "-    return y + 9\n"))
         said_no(
             checkout.run("apply"),
             18,
-            f"2-a-name.patch, {toys.WORKER}, hunk 1",
+            f"2-a-name/0.20.2.patch, {toys.WORKER}, hunk 1",
             "nearest is line",
             "wanted: '    return y + 9\\n'",
             "found:  '    return x + 9\\n'",
@@ -411,17 +417,17 @@ class TestPatchSet:
         assert wheels(checkout.dist) == {}
 
     def test_with_a_patch_that_is_malformed(self, checkout: Checkout) -> None:
-        path = checkout.patches / "v0.20" / "2-a-name.patch"
-        path.write_text(path.read_text().replace("\ndiff --git", "\ndiff --got"))
-        said_no(checkout.run("apply"), 23, "2-a-name.patch", "no diff")
+        path = checkout.patches / "2-a-name" / "0.20.2.patch"
+        path.write_text(path.read_text().replace("diff --git", "diff --got"))
+        said_no(checkout.run("apply"), 23, "2-a-name/0.20.2.patch", "with a diff")
 
-    def test_with_a_patch_of_an_unknown_fix(self, checkout: Checkout) -> None:
-        path = checkout.patches / "v0.20" / "2-a-name.patch"
-        path.write_text(path.read_text().replace("\nFix: 2\n", "\nFix: 3\n"))
-        said_no(checkout.run("apply"), 23, "fixes.toml has no fix 3", "nox -s lint")
+    def test_with_a_patch_of_another_fix(self, checkout: Checkout) -> None:
+        path = checkout.patches / "2-a-name" / "0.20.2.patch"
+        path.write_text(path.read_text().replace("Fix: 2-a-name\n", "Fix: 3-a-name\n"))
+        said_no(checkout.run("apply"), 23, "2-a-name/0.20.2.patch: its head names 3-a-name")
 
     def test_with_a_file_that_the_release_does_not_have(self, checkout: Checkout) -> None:
-        path = checkout.patches / "v0.20" / "2-a-name.patch"
+        path = checkout.patches / "2-a-name" / "0.20.2.patch"
         path.write_text(path.read_text().replace("vllm/worker.py", "vllm/moved.py"))
         result = checkout.run("apply")
         assert result.returncode in (14, 17, 18, 23)
@@ -447,7 +453,7 @@ class TestTree:
         (clone / toys.WORKER).write_text("\n" * 5 + toys.FILES[toys.WORKER])
         git(clone, "commit", "--quiet", "--all", "-m", "ours")
         said = checkout.run("apply", "0.20.2", "--tree", clone).stdout
-        assert f"1-a-name.patch: hunk 1 of {toys.WORKER} applied +5 lines away" in said
+        assert f"1-a-name/0.20.2.patch: hunk 1 of {toys.WORKER} applied +5 lines away" in said
 
     def test_that_is_dirty_or_none_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
         clone = toys.clone_of_vllm(tmp_path / "vllm")

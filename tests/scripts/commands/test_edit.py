@@ -82,10 +82,9 @@ def test_writes_back_a_changed_hunk(checkout: Checkout) -> None:
     path.write_text(path.read_text().replace("    return x + 5\n", "    return work1(x)\n"))
     ended(checkout, "--continue")
     after = contents(checkout)
-    assert {name for name in after if after[name] != before[name]} == {"v0.20/2-a-name.patch"}
-    patch = read_patch(checkout.patches / "v0.20" / "2-a-name.patch")
+    assert {name for name in after if after[name] != before[name]} == {"2-a-name/0.20.2.patch"}
+    patch = read_patch(checkout.patches / "2-a-name" / "0.20.2.patch")
     assert [hunk.added for hunk in patch.files[toys.WORKER]] == [("    return work1(x)\n",)] * 2
-    assert patch.trailers == toys.REGISTRY.trailers(toys.REGISTRY.fixes["2"])
     ended(checkout, "0.20.2", "2")  # and once more, from what was written
     ended(checkout, "--continue")
     assert contents(checkout) == after
@@ -93,8 +92,7 @@ def test_writes_back_a_changed_hunk(checkout: Checkout) -> None:
 
 def test_starts_a_patch_for_a_fix_that_has_none(checkout: Checkout) -> None:
     before = contents(checkout)
-    (checkout.patches / "v0.20" / "2-a-name.patch").unlink()
-    (checkout.patches / "v0.20" / "series").write_text("1-a-name.patch\n")
+    (checkout.patches / "2-a-name" / "0.20.2.patch").unlink()
     ended(checkout, "0.20.2", "2")
     assert git(worktree(checkout), "diff", "HEAD") == ""
     path = worktree(checkout) / toys.WORKER
@@ -144,7 +142,7 @@ def test_refuses_a_second_edit_and_says_what_to_do(checkout: Checkout) -> None:
 
 
 def test_a_series_that_does_not_apply_leaves_no_worktree(checkout: Checkout) -> None:
-    path = checkout.patches / "v0.20" / "1-a-name.patch"
+    path = checkout.patches / "1-a-name" / "0.20.2.patch"
     path.write_text(path.read_text().replace("-    return x + 2\n", "-    return y + 2\n"))
     result = checkout.run("edit", "0.20.2", "2")
     assert result.returncode == 18

@@ -136,8 +136,8 @@ class TestFork:
         text = toys.changed(toys.WORKER, ("import os\n", "import os\nimport re\nimport json\n"))
         commit(clone, {toys.WORKER: text, "ours.txt": "ours\n"}, "the fork's own work")
         assert applied(clone, tmp_path) == [
-            Offset("1-a-name.patch", toys.WORKER, 1, 2),
-            Offset("2-a-name.patch", toys.WORKER, 1, 2),
+            Offset("1-a-name/0.20.2.patch", toys.WORKER, 1, 2),
+            Offset("2-a-name/0.20.2.patch", toys.WORKER, 1, 2),
         ]
         worker = git(clone, "show", f"{BRANCH}:{toys.WORKER}")
         assert "import json" in worker
@@ -157,7 +157,7 @@ class TestFork:
         text = toys.changed(toys.WORKER, (changed + "\n", changed + "  # ours\n"))
         commit(clone, {toys.WORKER: text}, "the fork's own work")
         error = refused(clone, tmp_path, PatchDoesNotApplyError)
-        assert f"2-a-name.patch, {toys.WORKER}, hunk 1" in error.found
+        assert f"2-a-name/0.20.2.patch, {toys.WORKER}, hunk 1" in error.found
         assert f"wanted: '{changed}\\n'" in error.found
         assert f"found:  '{changed}  # ours\\n'" in error.found
 

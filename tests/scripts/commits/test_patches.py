@@ -6,7 +6,7 @@ import pytest
 
 from scripts.commits import patches
 from scripts.commits.patches import commit_hooks, patch_text, release_repository
-from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.patch import Patch
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository
 from tests.scripts import toys
@@ -40,16 +40,6 @@ def test_a_release_is_one_commit_with_all_its_files(tmp_path: Path, release: Pat
     assert set(git(folder, "ls-files").splitlines()) == files
     assert git(folder, "status", "--porcelain") == ""
     assert git(folder, "show", "HEAD:vllm/notes.tmp") == "\r\n"
-
-
-def test_exported_again_a_patch_has_the_same_bytes(tmp_path: Path) -> None:
-    first = exported(tmp_path / "a", toys.series(tmp_path).patches)
-    patches = []
-    for number, text in enumerate(first):
-        path = tmp_path / f"{number}.patch"
-        path.write_bytes(text.encode())
-        patches.append(read_patch(path))
-    assert exported(tmp_path / "another folder", tuple(patches)) == first
 
 
 def test_settings_and_folders_leave_no_trace(

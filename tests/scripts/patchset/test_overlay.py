@@ -20,7 +20,7 @@ from scripts.patchset.overlay import (
     stamp_all,
 )
 from scripts.patchset.patch import Patch, apply_patches
-from scripts.patchset.series import load_series, releases_by_line
+from scripts.patchset.series import carried_releases, load_series
 from scripts.project import OVERLAY, ROOT
 from scripts.system.process import run
 from tests.scripts import toys
@@ -36,7 +36,7 @@ CORE = [
 def hook(tmp_path: Path, added: str) -> Patch:
     """Return a patch that adds these lines to the worker."""
     after = {toys.WORKER: toys.changed(toys.WORKER, ("import os\n", f"import os\n{added}"))}
-    return toys.patch(tmp_path, toys.fix("1"), after, toys.REGISTRY)
+    return toys.patch(tmp_path, toys.fix("1"), after)
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ class TestClosure:
         before = toys.changed(toys.WORKER, ("import os\n", there))
         monkeypatch.setitem(toys.FILES, toys.WORKER, before)
         after = {toys.WORKER: toys.changed(toys.WORKER, ("    a,\n", "    b,\n"))}
-        patch = toys.patch(tmp_path, toys.fix("1"), after, toys.REGISTRY)
+        patch = toys.patch(tmp_path, toys.fix("1"), after)
         module = "vllm_overlay.a.unused"
         assert imported_by_hooks(patch) == [module, f"{module}.b"]
 
@@ -109,9 +109,9 @@ class TestClosure:
         assert module_path("vllm_overlay.a.one.name") is None
         assert module_path("vllm.a") is None
 
-    @pytest.mark.parametrize("line", releases_by_line())
-    def test_of_this_repository_finds_each_import_of_its_hooks(self, line: str) -> None:
-        for patch in load_series(line).patches:
+    @pytest.mark.parametrize("release", carried_releases())
+    def test_of_this_repository_finds_each_import_of_its_hooks(self, release: str) -> None:
+        for patch in load_series(release).patches:
             files = overlay_files([patch])
             text = "".join("".join(h.added) for hunks in patch.files.values() for h in hunks)
             named = [name for name in imported_by_hooks(patch) if name.startswith("vllm_overlay")]

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from scripts.patchset.patch import Offset, Patch, apply_patches, read_patch
+from scripts.patchset.patch import Offset, Patch, apply_patches, head, parse_patch, read_patch
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError
-from tests.scripts.repos import BARE, MESSAGE, commit, git, mbox, mbox_of
+from tests.scripts.repos import BARE, bare, commit, git, stored, stored_of, write
 
 PATH = "vllm/a.py"
+NAME = "1-it/0.20.2.patch"
 
 
 def numbered(*changes: tuple[int, str], count: int = 40) -> str:
@@ -24,10 +25,9 @@ def numbered(*changes: tuple[int, str], count: int = 40) -> str:
 
 def made(tmp_path: Path, before: str, after: str, *options: str) -> Patch:
     """Return the patch that git makes of `before` and `after`."""
-    text = mbox_of(tmp_path / "made", {PATH: before}, {PATH: after}, *options)
-    path = tmp_path / "1-it.patch"
-    path.write_bytes(text.encode())
-    return read_patch(path)
+    text = stored_of(tmp_path / "made", {PATH: before}, {PATH: after}, *options)
+    write(tmp_path, {NAME: text})
+    return read_patch(tmp_path / NAME)
 
 
 def applied(patch: Patch, text: str) -> str:
@@ -41,27 +41,20 @@ def refusal(patch: Patch, text: str) -> PatchDoesNotApplyError:
 
 
 class TestReading:
-    def test_gives_the_message_and_counts_the_hooks(self, tmp_path: Path) -> None:
+    def test_gives_the_head_and_counts_the_hooks(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((5, "five\n5\n"), (20, ""), (30, "thirty\n")))
-        assert patch.name == "1-it.patch"
-        assert patch.subject == "[PATCH] [kvfix 1] what is true after it"
+        assert patch.name == NAME
         assert patch.fix_id == "1"
-        assert patch.trailers == (
-            ("Fix", "1"),
-            ("Upstream-PR", "owner/repo#1"),
-            ("Signed-off-by", "A Person <a@example.org>"),
-        )
+        assert patch.serves == ("0.20.2",)
         assert [hunk.start for hunk in patch.files[PATH]] == [2, 17, 27]
         assert patch.added_lines == 3
+        assert head("1-it", ["0.20.2"]) + patch.diff == (tmp_path / NAME).read_text()
 
-    @pytest.mark.parametrize("title", ["blocks → pages, für alle", "word " * 40 + "end"])
-    def test_undoes_how_mail_writes_a_subject(self, tmp_path: Path, title: str) -> None:
-        folder = tmp_path / "made"
-        commit(folder, {PATH: "a\n"}, "before")
-        commit(folder, {PATH: "b\n"}, MESSAGE.replace("what is true after it", title))
-        path = tmp_path / "1.patch"
-        path.write_bytes(mbox(folder).encode())
-        assert read_patch(path).subject == f"[PATCH] [kvfix 1] {title}"
+    def test_gives_all_releases_of_the_head(self, tmp_path: Path) -> None:
+        diff = made(tmp_path, "a\n", "b\n").diff
+        text = head("K7-its-name", ["0.18.0", "0.20.1"]) + diff
+        patch = parse_patch("K7-its-name/0.18.0.patch", text)
+        assert (patch.fix_id, patch.serves) == ("K7", ("0.18.0", "0.20.1"))
 
     @pytest.mark.parametrize(
         ("after", "why"),
@@ -77,7 +70,7 @@ class TestReading:
     def test_refuses_more_than_changes_of_text(
         self, tmp_path: Path, after: dict[str, str | bytes | None], why: str, options: tuple[str]
     ) -> None:
-        text = mbox_of(tmp_path / "made", {PATH: numbered()}, after, *options)
+        text = stored_of(tmp_path / "made", {PATH: numbered()}, after, *options)
         self.refused(tmp_path, text, why)
 
     def test_refuses_a_change_of_mode(self, tmp_path: Path) -> None:
@@ -85,20 +78,23 @@ class TestReading:
         commit(folder, {PATH: "a\n"}, "before")
         (folder / PATH).chmod(0o755)
         commit(folder, {})
-        self.refused(tmp_path, mbox(folder), "change of mode")
+        self.refused(tmp_path, stored(folder), "change of mode")
         git(folder, "reset", "--quiet", "--hard", "HEAD~")
         (folder / PATH).chmod(0o755)
         commit(folder, {PATH: "b\n"})
-        self.refused(tmp_path, mbox(folder), "change of mode")
+        self.refused(tmp_path, stored(folder), "change of mode")
 
     @pytest.mark.parametrize(
         ("old", "new", "why"),
         [
-            ("\n---\n", "\n", "`---` line"),
-            ("Subject: ", "Sujet: ", "subject"),
-            ("Fix: 1\n", "", "`Fix:` trailer"),
-            ("\nFix: 1\nUpstream-PR: owner/repo#1\nSigned-off", "\n\nSigned-off", "`Fix:` trailer"),
-            ("diff --git", "diff --gif", "no diff"),
+            ("Fix: 1-it\n", "", "no head"),
+            ("Serves: 0.20.2\n", "", "no head"),
+            ("Serves: 0.20.2\n", "Serves: \n", "no head"),
+            ("Serves: 0.20.2\n", "Serves: 0.20.2\nMore: words\n", "no head"),
+            ("Fix: ", "\nFix: ", "no head"),
+            ("1-it", "2-that", "names 2-that"),
+            ("diff --git", "diff --gif", "no head"),
+            ("--- a/", "index 1..2 100644\n--- a/", "belong to no hunk"),
             ("+five\n", "+five\n+and more\n", "longer|belong to no hunk"),
             (" line 8\n", " line 8\n+and more\n", "longer|belong to no hunk"),
             (" line 8\n", "", "shorter"),
@@ -110,30 +106,24 @@ class TestReading:
     def test_refuses_what_is_no_patch_of_ours(
         self, tmp_path: Path, old: str, new: str, why: str
     ) -> None:
-        text = mbox_of(tmp_path / "made", {PATH: numbered()}, {PATH: numbered((5, "five\n"))})
+        text = stored_of(tmp_path / "made", {PATH: numbered()}, {PATH: numbered((5, "five\n"))})
         assert old in text
         self.refused(tmp_path, text.replace(old, new), why)
 
-    def test_refuses_a_message_without_diff(self, tmp_path: Path) -> None:
-        folder = tmp_path / "made"
-        commit(folder, {PATH: "a\n"}, "before")
-        commit(folder, {})
-        self.refused(tmp_path, mbox(folder, "--always"), "no diff")
+    def test_refuses_a_head_without_diff(self, tmp_path: Path) -> None:
+        self.refused(tmp_path, head("1-it", ["0.20.2"]), "no head of .* with a diff")
 
-    def test_refuses_two_commits_in_one_file(self, tmp_path: Path) -> None:
-        folder = tmp_path / "made"
-        for text in "abc":
-            commit(folder, {PATH: f"{text}\n"})
-        self.refused(tmp_path, mbox(folder, "-2"), "more than one commit")
+    def test_refuses_two_patches_in_one_file(self, tmp_path: Path) -> None:
+        text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
+        self.refused(tmp_path, text * 2, "belong to no hunk")
 
     @staticmethod
     def refused(tmp_path: Path, text: str, why: str) -> None:
-        path = tmp_path / "1-it.patch"
-        path.write_bytes(text.encode("latin-1" if "\xff" in text else "utf-8"))
+        write(tmp_path, {NAME: text.encode("latin-1" if "\xff" in text else "utf-8")})
         with pytest.raises(RegistryError, match=why) as caught:
-            read_patch(path)
-        assert "1-it.patch" in caught.value.found
-        assert caught.value.next_step.endswith(f"git restore {path}")
+            read_patch(tmp_path / NAME)
+        assert NAME in caught.value.found
+        assert caught.value.next_step.endswith(f"git restore patches/{NAME}")
 
 
 class TestApplication:
@@ -152,9 +142,9 @@ class TestApplication:
         expected = numbered((10, "ten\n"), (15, "line 15\n" + middle), (20, "twenty\n"), (30, ""))
         assert texts[PATH] == top + expected
         assert offsets == [
-            Offset("1-it.patch", PATH, 1, 2),
-            Offset("1-it.patch", PATH, 2, 3),
-            Offset("1-it.patch", PATH, 3, 3),
+            Offset(NAME, PATH, 1, 2),
+            Offset(NAME, PATH, 2, 3),
+            Offset(NAME, PATH, 3, 3),
         ]
 
     def test_reports_hunks_that_have_moved_up(self, tmp_path: Path) -> None:
@@ -171,7 +161,7 @@ class TestApplication:
         third = made(tmp_path / "3", numbered(), numbered((20, "twenty\n")))
         texts, offsets = apply_patches([first, third], lambda _: numbered())
         assert texts[PATH] == numbered((10, "ten\n10\n"), (20, "twenty\n"))
-        assert offsets == [Offset("1-it.patch", PATH, 1, 1)]
+        assert offsets == [Offset(NAME, PATH, 1, 1)]
 
     def test_takes_lines_as_git_does(self, tmp_path: Path) -> None:
         before = numbered((3, "a\fb\u2028c\x1cd\x85e\n"), (4, "f\r\n"))
@@ -197,7 +187,7 @@ class TestRefusal:
     def test_of_context_that_differs_names_the_place(self, tmp_path: Path, stray: int) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
         error = refusal(patch, numbered((stray, "changed \n")))
-        assert f"1-it.patch, {PATH}, hunk 1:" in error.found
+        assert f"{NAME}, {PATH}, hunk 1:" in error.found
         assert "nearest is line 5, where 6 of 7 lines agree" in error.found
         assert f"wanted: 'line {stray}\\n'" in error.found
         assert "found:  'changed \\n'" in error.found
@@ -319,8 +309,9 @@ class TestAgainstGit:
             if not diff:
                 return
             diff = diff.replace("b/b.py", "b/a.py")
-            file.write_bytes(f"From {'0' * 40}\nSubject: s\n\nFix: 1\n---\n\n{diff}".encode())
-            patch = read_patch(file)
+            text = f"Fix: 1-it\nServes: 0.20.2\n{bare(diff)}"
+            file.write_bytes(text.encode())
+            patch = parse_patch(NAME, text)
             for text in (before, other):
                 old.write_bytes(text.encode())
                 command = ["git", "apply", "--whitespace=nowarn", "1.patch"]

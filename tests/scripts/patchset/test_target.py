@@ -6,7 +6,7 @@ from scripts.patchset import target as module
 from scripts.patchset.series import load_series
 from scripts.patchset.target import Target
 from scripts.project import project
-from scripts.system.errors import NotLockedError, UnknownReleaseError
+from scripts.system.errors import NotCarriedError, NotLockedError, UnknownReleaseError
 from scripts.upstream.lock import LockedFile, locked_release
 
 
@@ -15,14 +15,16 @@ def test_is_a_release_with_its_pins_and_its_fixes(release: str) -> None:
     target = Target.named(release)
     assert target.release == release
     assert target.locked == locked_release(release)
-    assert target.patches == load_series(target.line).patches
+    assert target.patches == load_series(release).patches
 
 
-def test_a_release_that_is_not_supported_or_not_pinned_is_none() -> None:
+def test_a_release_that_is_not_carried_or_not_pinned_is_none() -> None:
     with pytest.raises(UnknownReleaseError):
         Target.named("0.20")
     with pytest.raises(NotLockedError):
         Target.of("0.17.1")
+    with pytest.raises(NotCarriedError):
+        Target.of("0.19.0")
 
 
 def test_its_wheel_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,21 @@ from tests.scripts.checkouts import Checkout, sdist_bytes, wheel_bytes, wheel_na
 from tests.scripts.commands.test_apply import said_no
 
 TEST = "tests/regressions/test_1.py"
+PATCH = "patches/2-a-name/0.20.2.patch"
 HOOK = f"{toys.HOOK.replace('.', '/')}.py"
 PASSED = {"result": "passed"}
 FAILED = {"result": "failed", "place": f"{TEST}:5", "message": "AssertionError: 1 == 2"}
 RAISED = {"result": "failed", "place": "vllm/worker.py:5", "message": "AttributeError: moved"}
 ERROR = {"result": "error", "place": f"{TEST}:1", "message": "ImportError: moved"}
 
+MORE = f"""\
+diff --git a/{toys.STATE} b/{toys.STATE}
+--- a/{toys.STATE}
++++ b/{toys.STATE}
+@@ -1 +1,2 @@
+ \"\"\"State.\"\"\"
++import os
+"""
 OTHER = {**toys.FILES, toys.WORKER: "nothing\n"}  # no hook of a toy fits
 
 
@@ -32,13 +41,10 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     texts = {"0.19.1": toys.FILES, "0.20.2": toys.FILES, "0.22.0": OTHER}
     checkout.lock(
         {
-            release: (
-                f"v{release.rpartition('.')[0]}",
-                {
-                    f"vllm-{release}.tar.gz": sdist_bytes(files, release),
-                    wheel_name(release): wheel_bytes(files, version=release),
-                },
-            )
+            release: {
+                f"vllm-{release}.tar.gz": sdist_bytes(files, release),
+                wheel_name(release): wheel_bytes(files, version=release),
+            }
             for release, files in texts.items()
         }
     )
@@ -113,8 +119,8 @@ class TestHint:
         first = status(checkout)
         elsewhere = Checkout(checkout.folder, checkout.folder / "empty")  # where no sdist lies
         assert status(elsewhere) == first
-        path = checkout.patches / "v0.20" / "1-a-name.patch"
-        path.write_text(path.read_text().replace("index ", "index 0"))
+        path = checkout.patches / "1-a-name" / "0.20.2.patch"
+        path.write_text(path.read_text().replace("work1", "work3"))
         result = elsewhere.run("status")
         assert result.returncode == 19, result.stdout  # now it would have to read them
 
@@ -156,7 +162,6 @@ class TestProof:
         head, _, rest = registry.read_text().partition("unpatched = []")
         why = 'unpatched = [{releases = "==0.20.2", reason = "nobody runs it"}]'
         registry.write_text(head + why + rest)
-        (checkout.patches / "v0.20" / "series").write_text("2-a-name.patch\n")
         said = "It has no patch there on purpose: nobody runs it."
         hint = status(checkout)["0.20.2"]
         assert (hint["state"], hint["proven"], hint["why"][-1]) == ("open", False, said)
@@ -188,12 +193,8 @@ class TestProof:
             ("pyproject.toml", ("nixl==1.0.1", "nixl==1.0.0"), {"0.19.1", "0.20.2"}),
             (HOOK, ("def ", "# Later.\ndef "), set()),
             (HOOK, ("def ", "LATER = 1\n\n\ndef "), {"0.20.2"}),
-            (
-                "patches/v0.20/2-a-name.patch",
-                ("+    return work1", "+    return work2"),
-                {"0.20.2"},
-            ),
-            ("patches/v0.20/2-a-name.patch", ("return work1(x)", "return work1( x )"), set()),
+            (PATCH, ("+    return work1", "+    return work2"), {"0.20.2"}),
+            (PATCH, ("return work1(x)", "return work1( x )"), set()),
         ],
     )
     def test_goes_stale_with_what_can_change_an_outcome(

@@ -48,7 +48,7 @@ class Releases:
             data = sdist_bytes(RELEASES[name], name)
             file = LockedFile(f"vllm-{name}.tar.gz", name.replace(".", "").zfill(64))
             (self.folder / file.name).write_bytes(data)
-            self.pinned[name] = LockedRelease(name, "v0.1", file, ())
+            self.pinned[name] = LockedRelease(name, file, ())
 
     def make(self, cache: str, monkeypatch: pytest.MonkeyPatch) -> Upstream:
         monkeypatch.setenv("KVFIX_CACHE", str(self.folder / cache))
@@ -119,7 +119,7 @@ def test_another_sdist_is_another_release(
     releases.make("cache", monkeypatch)
     file = LockedFile("other.tar.gz", "f" * 64)
     (releases.folder / file.name).write_bytes(sdist_bytes({"vllm/a.py": "x\n"}, "0.9.1"))
-    releases.pinned["0.9.1"] = LockedRelease("0.9.1", "v0.1", file, ())
+    releases.pinned["0.9.1"] = LockedRelease("0.9.1", file, ())
     made = releases.make("cache", monkeypatch)
     assert made.repository.run("ls-tree", "-r", "--name-only", "v0.9.1") == "vllm/a.py\n"
     assert made.repository.run("rev-list", "--count", "v0.9.1") == "1\n"
@@ -164,7 +164,7 @@ from scripts.upstream.lock import LockedFile, LockedRelease
 folder = Path(sys.argv[1])
 names = ("0.9.1", "0.10.0")
 files = {n: LockedFile(f"vllm-{n}.tar.gz", n.replace(".", "").zfill(64)) for n in names}
-upstream.load_lock = lambda: {n: LockedRelease(n, "v0.1", f, ()) for n, f in files.items()}
+upstream.load_lock = lambda: {n: LockedRelease(n, f, ()) for n, f in files.items()}
 upstream.fetch = lambda file: folder / file.name
 upstream.upstream()
 """

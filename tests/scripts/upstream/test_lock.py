@@ -44,7 +44,7 @@ def digest(content: bytes) -> str:
 
 def release(*wheels: str) -> LockedRelease:
     files = tuple(LockedFile(name, HASH) for name in wheels)
-    return LockedRelease("0.20.2", "v0.20", LockedFile(SDIST, HASH), files)
+    return LockedRelease("0.20.2", LockedFile(SDIST, HASH), files)
 
 
 @pytest.fixture
@@ -72,13 +72,6 @@ class TestTheLockOfThisRepository:
     @pytest.mark.parametrize("name", ["0.20.1", "0.21.0"])
     def test_prefers_the_second_build_of_a_release(self, name: str) -> None:
         assert locked_release(name).wheel_for("x86_64").name.startswith(f"vllm-{name}-1-cp38-")
-
-    def test_knows_the_line_of_a_release(self) -> None:
-        assert [locked_release(name).line for name in ("0.20.0", "0.20.2", "0.21.0")] == [
-            "v0.20",
-            "v0.20",
-            "v0.21",
-        ]
 
     def test_names_the_next_command_for_a_release_that_is_not_in_it(self) -> None:
         with pytest.raises(NotLockedError) as caught:
@@ -119,11 +112,10 @@ class TestLock:
     def test_adds(self, served: LocalIndex, path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         lock(["0.20.2"], path)
         pinned = load_lock(path)["0.20.2"]
-        assert pinned.line == "v0.20"
         assert pinned.hashes() == {name: digest(name.encode()) for name in (SDIST, X86)}
         assert list(load_lock(path)) == ["0.20.2"]
         assert capsys.readouterr().out.split() == [
-            *("0.20.2,", "line", "v0.20"),
+            "0.20.2",
             *("added", SDIST),
             *("added", X86),
         ]
@@ -144,16 +136,14 @@ class TestLock:
         lock(["v0.20.2", "0.20.2"], path)
         assert path.stat().st_ino == before.st_ino
         assert path.read_bytes() == text
-        assert capsys.readouterr().out.split()[3:] == ["same", SDIST, "same", X86]
+        assert capsys.readouterr().out.split()[1:] == ["same", SDIST, "same", X86]
 
-    def test_adds_what_is_newly_offered_and_keeps_the_line(
+    def test_adds_what_is_newly_offered(
         self, served: LocalIndex, path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         lock(["0.20.2"], path)
-        path.write_text(path.read_text().replace('"v0.20"', '"v0.20.post"'))
         served.files[ARM] = b"for ARM"
         lock(["0.20.2"], path)
-        assert load_lock(path)["0.20.2"].line == "v0.20.post"
         assert load_lock(path)["0.20.2"].hashes()[ARM] == digest(b"for ARM")
         assert f"added     {ARM}" in capsys.readouterr().out
 
@@ -199,7 +189,6 @@ class TestLock:
             lock([name], other)
         assert path.read_bytes() == other.read_bytes()
         assert list(load_lock(path)) == ["0.20.1", "0.20.2", "0.100.0"]
-        assert load_lock(path)["0.100.0"].line == "v0.100"
 
     def test_release_that_is_not_offered(self, served: LocalIndex, path: Path) -> None:
         with pytest.raises(UnknownReleaseError, match=r"0\.20\.9"):
@@ -237,7 +226,7 @@ class TestLock:
         assert "Traceback" not in result.stderr
 
 
-ENTRY = f'line = "v0.20"\n[X.files]\n"{SDIST}" = "{HASH}"\n'
+ENTRY = f'[X.files]\n"{SDIST}" = "{HASH}"\n'
 
 
 def entry(name: str, text: str = ENTRY) -> str:
@@ -264,9 +253,8 @@ def entry(name: str, text: str = ENTRY) -> str:
         (entry("0.20.2", ENTRY.replace(HASH, HASH[1:])), f"sha256 of {SDIST}"),
         (entry("0.20.2", ENTRY.replace(HASH, HASH.upper())), f"sha256 of {SDIST}"),
         (entry("0.20.2", ENTRY.replace(f'"{HASH}"', "7")), f"sha256 of {SDIST}"),
-        (entry("0.20.2", ENTRY.replace("line", "lines")), "no line"),
-        (entry("0.20.2", ENTRY.replace("v0.20", "../v0.20")), "no line"),
-        (entry("0.20.2", 'line = "v0.20"\n'), "no table of files"),
+        (entry("0.20.2", 'line = "v0.20"\n' + ENTRY), "no meaning: line"),
+        (entry("0.20.2", ""), "no table of files"),
         (entry("0.20.2", "size = 3\n" + ENTRY), "no meaning: size"),
         ('"0.20.2" = 3\n', "no table of files"),
     ],

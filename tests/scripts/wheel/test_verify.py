@@ -207,7 +207,7 @@ def locked(built: Built, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
     digest = hashlib.sha256(built.stock.read_bytes()).hexdigest()
     wheel = LockedFile(built.stock.name, digest)
     sdist = LockedFile("vllm-0.20.2.tar.gz", "0" * 64)
-    lock = {"0.20.2": LockedRelease("0.20.2", "v0.20", sdist, (wheel,))}
+    lock = {"0.20.2": LockedRelease("0.20.2", sdist, (wheel,))}
     cache = built.stock.parent / "cache"
     (cache / "files" / digest).mkdir(parents=True)
     (cache / "files" / digest / wheel.name).write_bytes(built.stock.read_bytes())

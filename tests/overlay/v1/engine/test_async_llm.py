@@ -13,7 +13,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.serving_app import REMOTE, body, serving
 from vllm_overlay.v1.engine.admission import open_exchange
-from vllm_overlay.v1.engine.stand_in import is_stand_in, stand_in_id, takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
 STOCK_TELLS = hasattr(AsyncLLM.notify_kv_transfer_request_rejected, "__wrapped__")
 """Stock sends any connector a stand-in: from 0.21.0 on."""
