@@ -21,6 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent
 PATCHES = ROOT / "patches"
 OVERLAY = ROOT / "vllm_overlay"
 REPORTS = ROOT / "reports"
+RECORDS = ROOT / "records"
 DIST = ROOT / "dist"
 
 

@@ -36,7 +36,7 @@ CHECKOUT = WORK / "checkout"
 _BEFORE = WORK / "before"
 _DECLARATION = "pyproject.toml"
 # What landing may change; everything else is a person's.
-_OURS = ("patches", "docs", "reports", "README.md", _DECLARATION)
+_OURS = ("patches", "docs", "records", "reports", "README.md", _DECLARATION)
 # Kept between two proofs: environments and what makes the second lint quick.
 _KEPT = (".nox", ".work", ".mypy_cache", ".ruff_cache")
 _NOT_COPIED = shutil.ignore_patterns(".git", *_KEPT, "dist", "__pycache__", ".pytest_cache")

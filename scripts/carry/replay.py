@@ -16,7 +16,7 @@ from scripts.carry.trial import Trial, try_all
 from scripts.patchset.overlay import overlay_files
 from scripts.patchset.registry import Fix, Registry, Spared, load_registry
 from scripts.patchset.target import Target
-from scripts.project import REPORTS, ROOT, project
+from scripts.project import RECORDS, ROOT, project
 from scripts.prove.environment import Environment
 from scripts.prove.pytest import run_pytest
 from scripts.prove.record import of_fix
@@ -28,7 +28,7 @@ from scripts.upstream.history import upstream
 from scripts.upstream.lock import load_lock
 
 _FIRST = Version("0.20.0")
-_REPORT = REPORTS / "replay.json"
+_RECORD = RECORDS / "proofs" / "replay.json"  # what was tested is asked again
 _PAGE = ROOT / "docs" / "replay.md"
 _CARRIED = (Status.CARRIED, Status.OFFSETS, Status.MERGED)
 
@@ -85,8 +85,8 @@ def replay_all(proving: Collection[str]) -> list[Transition]:
 
 
 def write(transitions: Sequence[Transition]) -> None:
-    """Write the report and the page."""
-    replace_text(_REPORT, json.dumps([_row(one) for one in transitions], indent=1) + "\n")
+    """Write the record and the page."""
+    replace_text(_RECORD, json.dumps([_row(one) for one in transitions], indent=1) + "\n")
     replace_text(_PAGE, as_markdown(transitions))
 
 
@@ -144,9 +144,9 @@ def _row(one: Transition) -> dict[str, object]:
 
 def _proven_before() -> dict[str, dict[str, bool]]:
     """Return what earlier proofs of the same fates said."""
-    if not _REPORT.is_file():
+    if not _RECORD.is_file():
         return {}
-    rows = json.loads(_REPORT.read_text(encoding="utf-8"))
+    rows = json.loads(_RECORD.read_text(encoding="utf-8"))
     return {_key(row): row["proven"] for row in rows if row["proven"]}
 
 

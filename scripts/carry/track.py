@@ -130,7 +130,7 @@ def _tool(clone: Path, name: str, *words: str) -> tuple[int, str]:
 def _commit(repository: Repository, parent: str, release: str) -> None:
     date = repository.run("show", "-s", "--format=%cI", parent).strip()
     # Not the symbolic link to the environments, which is no folder for .gitignore.
-    paths = [name for name in ("patches", "docs", "reports") if (repository.path / name).exists()]
+    paths = [name for name in ("patches", "docs", "records") if (repository.path / name).exists()]
     repository.run("add", "--all", "--", *paths, "README.md", "pyproject.toml")
     repository.run(
         "commit", "--quiet", "-m",

@@ -11,12 +11,14 @@ import-linter and zizmor (for the workflows of CI):
 - every forward test exists in its later release and can be cut for the earlier ones;
 - every affected release's line has the fix, or the registry says why not; every patch file is
   listed, once, every overlay module is used, the changelog names each fix, and the README's matrix
-  is the registry's.
+  is the registry's;
+- README.md and docs/ quote figures of runs as records/figures.toml has them.
 """
 
 from __future__ import annotations
 
 from scripts.checks.code import code_faults
+from scripts.checks.figures import figure_faults
 from scripts.checks.patch_set import patch_set_faults
 from scripts.system.console import entry, err
 from scripts.system.errors import CheckFailedError
@@ -24,7 +26,7 @@ from scripts.system.errors import CheckFailedError
 
 def main() -> None:
     """Run all checks."""
-    faults = [*code_faults(), *patch_set_faults()]
+    faults = [*code_faults(), *patch_set_faults(), *figure_faults()]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
     if faults:

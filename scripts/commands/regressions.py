@@ -24,8 +24,9 @@ from rich.table import Table
 
 from scripts.patchset.registry import load_registry
 from scripts.project import project, supported_release
+from scripts.prove.key import inputs
 from scripts.prove.outcomes import Outcome, Outcomes
-from scripts.prove.record import inputs, record
+from scripts.prove.record import record
 from scripts.prove.regressions import ReleaseVerdict, prove_release, write_report
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError, UsageError

@@ -3,7 +3,7 @@
 For each pinned release from 0.20.0 on, the newest older release with a line is the source, as
 `nox -s rebase` would take it on the day. Of the registry only what it says of the source counts,
 for it knows the future: what a stock release has already is what the tests on record say. Nothing
-lands. The table goes to `docs/replay.md` and `reports/replay.json`.
+lands. The table goes to `docs/replay.md` and `records/proofs/replay.json`.
 
     nox -s replay                      every transition, by text and by what is on record
     nox -s replay -- --prove 0.21.0    and run the tests of what was carried there

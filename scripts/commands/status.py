@@ -5,12 +5,12 @@
     nox -s status -- --prove 0.22.1     only there
 
 A cell is proven by the fix's regression tests: run on the stock release and, where a line serves
-it, on the patched one (`reports/proofs/`). A proof counts as long as wheel, tests and patches are
+it, on the patched one (`records/proofs/`). A proof counts as long as wheel, tests and patches are
 those that went into it. Without one, the texts give a hint: whether the fix's patch finds all its
 lines in the release, word for word. A hint is shown as such. Where neither says anything, the cell
 is unproven. `--prove` installs each release in turn and deletes it afterwards.
 
-Writes docs/status.md, docs/status.html and reports/status.json.
+Writes docs/status.md, reports/status.html and reports/status.json.
 """
 
 from __future__ import annotations

@@ -9,14 +9,14 @@ from typing import Any
 _COLOURS = {"stock": "#b3261e", "patched": "#1a6b3c"}
 
 
-def draw(release: str, figures: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Path]:
-    """Write `pd-usage-<release>.svg` and `.png` into `folder`; the same figures, the same bytes.
+def draw(release: str, figures: Mapping[str, Mapping[str, Any]], folder: Path) -> Path:
+    """Write `pd-usage-<release>.svg` into `folder`; the same figures, the same bytes.
 
     Args:
         release: The vLLM release.
         figures: By side, what the scenario has measured: `usage`, pairs of seconds and usage from
             0 to 1; `last_refusal_s`; `refused`; `lease_s`.
-        folder: Where the pictures go.
+        folder: Where the picture goes.
     """
     import matplotlib
 
@@ -41,11 +41,8 @@ def draw(release: str, figures: Mapping[str, Mapping[str, Any]], folder: Path) -
             ylim=(-2, 102),
         )
         axes.legend(title=f"lease {one['lease_s']} s (default: 480)", frameon=False)
-        written = [folder / f"pd-usage-{release}.{kind}" for kind in ("svg", "png")]
+        path = folder / f"pd-usage-{release}.svg"
         folder.mkdir(parents=True, exist_ok=True)
-        nothing = {"svg": {"Date": None}, "png": {"Software": None}}
-        for path in written:
-            kind = path.suffix[1:]
-            chart.savefig(path, format=kind, dpi=150, metadata=nothing[kind])
+        chart.savefig(path, metadata={"Date": None})
         pyplot.close(chart)
-    return written
+    return path

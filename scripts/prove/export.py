@@ -26,9 +26,10 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
 from scripts.prove.environment import Environment
+from scripts.prove.key import tests_hash
 from scripts.prove.outcomes import Outcome, is_of
 from scripts.prove.pytest import run_pytest
-from scripts.prove.record import of_fix, tests_hash
+from scripts.prove.record import of_fix
 from scripts.system.console import err
 from scripts.system.files import replace_text
 from scripts.system.git import Repository, identity

@@ -1,57 +1,32 @@
 """What the tests have shown of each fix on each release, and of what exactly.
 
-`reports/proofs/<release>.json` keeps, for each fix and side, the outcome of each test and a hash
-of all that went into the run. A proof whose hash is not today's is stale: it says what was so.
+`records/proofs/<release>.json` keeps, for each fix and side, the outcome of each test and the key
+of the run (`scripts.prove.key`). A proof whose key is not today's is stale: it says what was so.
+What chance or the machine puts into a message is left out: the same run writes the same bytes.
 """
 
 from __future__ import annotations
 
-import ast
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
-from pathlib import Path
-from typing import Literal
 
-from scripts.patchset.overlay import imported_modules, overlay_files
 from scripts.patchset.registry import Fix
-from scripts.patchset.series import load_series
-from scripts.project import PATCHES, REPORTS, ROOT
+from scripts.project import RECORDS
+from scripts.prove.chance import without_chance
+from scripts.prove.key import Side
 from scripts.prove.outcomes import Outcome, is_of
-from scripts.prove.pytest import PLUGIN
-from scripts.system.files import replacing, sha256_once
-from scripts.upstream.lock import load_lock
+from scripts.system.files import replacing
 
-Side = Literal["stock", "patched"]
-FOLDER = REPORTS / "proofs"
+FOLDER = RECORDS / "proofs"
 
 
 @dataclass(frozen=True)
 class Proof:
-    """The outcomes of a fix's tests by node id, and the hash of what went into the run."""
+    """The outcomes of a fix's tests by node id, and the key of the run."""
 
     inputs: str
     outcomes: dict[str, Outcome]
-
-
-def inputs(fix: Fix, release: str, side: Side) -> str:
-    """Return a hash of the release, the patches and the tests that decide what a run says.
-
-    It is the same on every machine: the release goes in by its sdist, not by one of its wheels.
-    """
-    parts = [load_lock()[release].sdist.sha256, *map(sha256_once, _test_files(fix.tests))]
-    parts += fix.left_open_on(release)
-    if side == "patched":
-        parts.append(_patch_set(load_lock()[release].line))
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-
-def tests_hash(fix: Fix) -> str:
-    """Return a hash of the tests of `fix` and of all below tests/ that they import."""
-    digests = map(sha256_once, _test_files(fix.tests))
-    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
 def proofs(release: str) -> dict[tuple[str, Side], Proof]:
@@ -77,13 +52,16 @@ def record(
     Args:
         release: The release.
         side: What was installed.
-        keys: The fixes, each with the hash of what went in, taken before the run.
+        keys: The fixes, each with the key of the run, taken before it.
         outcomes: What became of each test, by node id.
     """
     path = FOLDER / f"{release}.json"
     document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     for fix, key in keys:
-        own = {node: asdict(one) for node, one in of_fix(fix, release, outcomes).items()}
+        own = {
+            node: asdict(without_chance(one))
+            for node, one in of_fix(fix, release, outcomes).items()
+        }
         document.setdefault(fix.id, {})[side] = {"inputs": key, "outcomes": own}
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
@@ -99,34 +77,3 @@ def of_fix(fix: Fix, release: str, outcomes: Mapping[str, Outcome]) -> dict[str,
         if any(is_of(node, test) for test in fix.tests)
         and not any(is_of(node, test) for test in left_open)
     }
-
-
-@cache
-def _test_files(tests: tuple[str, ...]) -> tuple[Path, ...]:
-    """Return the files of `tests` and all modules below tests/ that they import."""
-    pending = [ROOT / test.partition("::")[0] for test in tests]
-    pending.append(ROOT.joinpath(*PLUGIN.split(".")).with_suffix(".py"))
-    found: set[Path] = set()
-    while pending:
-        path = pending.pop()
-        if path not in found and path.is_file():
-            found.add(path)
-            modules = imported_modules(ast.parse(path.read_bytes()))
-            pending += [
-                ROOT.joinpath(*m.split(".")).with_suffix(".py")
-                for m in modules
-                if m.startswith("tests.")
-            ]
-    return tuple(sorted(found))
-
-
-@cache
-def _patch_set(line: str) -> str:
-    """Return a hash of all that a line adds to a release: patches and overlay."""
-    series = load_series(line)
-    digest = hashlib.sha256()
-    for patch in series.patches:
-        digest.update((PATCHES / line / patch.name).read_bytes())
-    for name, data in sorted(overlay_files(series.patches).items()):
-        digest.update(name.encode() + b"\0" + data)
-    return digest.hexdigest()

@@ -19,9 +19,10 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series, load_series, releases_by_line
 from scripts.project import PATCHES, REPORTS, ROOT
 from scripts.prove.environment import Environment
+from scripts.prove.key import Side, inputs
 from scripts.prove.outcomes import Outcome
 from scripts.prove.pytest import run_pytest
-from scripts.prove.record import Proof, Side, inputs, proofs, record
+from scripts.prove.record import Proof, proofs, record
 from scripts.prove.status_page import as_html, as_markdown
 from scripts.prove.stock import Stock, judge
 from scripts.system.console import err
@@ -35,7 +36,7 @@ from scripts.upstream.tree import read_source
 from scripts.wheel.build import patched_wheel
 
 REPORT = REPORTS / "status.json"
-PAGES = {ROOT / "docs" / "status.md": as_markdown, ROOT / "docs" / "status.html": as_html}
+PAGES = {ROOT / "docs" / "status.md": as_markdown, REPORTS / "status.html": as_html}
 
 
 class State(str, Enum):
@@ -57,7 +58,7 @@ class Cell:
         proven: Whether tests have shown it, with what went in unchanged; else it is a hint.
         why: What was seen, a sentence each.
         command: What showed it.
-        runs: Whether `reports/proofs/` has the runs that showed it.
+        runs: Whether `records/proofs/` has the runs that showed it.
         inputs: Hash of all that went in; the same hash, the same cell.
     """
 

@@ -50,8 +50,8 @@ def as_markdown(rows: Rows, registry: Registry) -> str:
         *(f"- {SYMBOLS[state]} {state}: {meaning}" for state, meaning in _MEANINGS.items()),
         f"- ( ) {_HINT}",
         "",
-        _summary(rows) + " What was seen stands behind each cell in [status.html](status.html) "
-        "and in `reports/status.json`.",
+        _summary(rows) + " What was seen is in `records/proofs/`; `nox -s status` shows it behind "
+        "each cell of `reports/status.html`.",
         "",
         f"| release | {head} |",
         f"|---|{'---|' * len(fixes)}",
@@ -132,7 +132,7 @@ def _link(release: str, fix_id: str, cell: Mapping[str, Any]) -> str:
 def _evidence(release: str, fix_id: str, cell: Mapping[str, Any]) -> str:
     why = "".join(f"<p>{escape(sentence)}</p>" for sentence in cell["why"])
     proven = "proven" if cell["proven"] else "not proven"
-    runs = f' <a href="../reports/proofs/{release}.json">runs</a>' if cell["runs"] else ""
+    runs = f' <a href="../records/proofs/{release}.json">runs</a>' if cell["runs"] else ""
     return (
         f'<article id="{release}-{fix_id}"><h3>{_link(release, fix_id, cell)} {fix_id}: '
         f"{cell['state']}, {proven}</h3>{why}<p><code>{escape(cell['command'])}</code> "

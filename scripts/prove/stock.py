@@ -11,9 +11,10 @@ from enum import Enum
 
 from scripts.patchset.registry import Fix
 from scripts.prove.environment import Environment
+from scripts.prove.key import inputs
 from scripts.prove.outcomes import Outcome, is_of
 from scripts.prove.pytest import run_pytest
-from scripts.prove.record import inputs, proofs, record
+from scripts.prove.record import proofs, record
 from scripts.system.console import err
 
 

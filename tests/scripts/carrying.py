@@ -82,7 +82,7 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
     write(made.folder, _FILES)
     change(
         made.folder / "scripts" / "commands" / "lint.py",
-        "[*code_faults(), *patch_set_faults()]",
+        "[*code_faults(), *patch_set_faults(), *figure_faults()]",
         "[*patch_set_faults()]",
     )
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:

@@ -51,7 +51,7 @@ def rebase(checkout: Checkout, *words: str, code: int = 0) -> str:
 
 def contents(checkout: Checkout) -> dict[str, bytes]:
     """Return everything that a landing could change; what tests have shown stays on record."""
-    names = ("patches", "docs", "reports", "README.md", "pyproject.toml")
+    names = ("patches", "docs", "records", "reports", "README.md", "pyproject.toml")
     paths = [p for n in names for p in (checkout.folder / n, *(checkout.folder / n).rglob("*"))]
     return {
         str(path.relative_to(checkout.folder)): path.read_bytes()

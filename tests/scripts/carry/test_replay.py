@@ -29,7 +29,7 @@ def test_each_release_is_carried_to_as_if_it_were_new(tmp_path: Path) -> None:
 
     result = checkout.run("replay", "--prove", "0.20.3", timeout=300)
     assert result.returncode == 0, result.stderr
-    rows = json.loads((checkout.folder / "reports" / "replay.json").read_text())
+    rows = json.loads((checkout.folder / "records" / "proofs" / "replay.json").read_text())
     assert [(row["release"], row["from"]) for row in rows] == [
         ("0.20.3", "0.20.2"),
         ("0.21.0", "0.20.2"),

@@ -16,6 +16,7 @@ from tests.scripts.checkouts import Checkout, sdist_bytes, wheel_bytes, wheel_na
 from tests.scripts.commands.test_apply import said_no
 
 TEST = "tests/regressions/test_1.py"
+HOOK = f"{toys.HOOK.replace('.', '/')}.py"
 PASSED = {"result": "passed"}
 FAILED = {"result": "failed", "place": f"{TEST}:5", "message": "AssertionError: 1 == 2"}
 RAISED = {"result": "failed", "place": "vllm/worker.py:5", "message": "AttributeError: moved"}
@@ -48,8 +49,9 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
 def checkout(made: Checkout, tmp_path: Path) -> Checkout:
     folder = shutil.copytree(made.folder, tmp_path / "kvfix")
     (folder / "tests" / "regressions").mkdir(parents=True)
-    (folder / TEST).write_text("from tests.helper import it\n")
+    (folder / TEST).write_text("from tests.helper import it\n\nother = it\n")
     (folder / "tests" / "helper.py").write_text("it = 1\n")
+    (folder / "tests" / "other.py").write_text("it = 1\n")
     return Checkout(folder, made.cache)
 
 
@@ -59,7 +61,8 @@ def record(checkout: Checkout, release: str, side: str, *outcomes: dict[str, str
     code = (
         "import json, sys\n"
         "from scripts.patchset.registry import load_registry\n"
-        "from scripts.prove.record import inputs, record\n"
+        "from scripts.prove.key import inputs\n"
+        "from scripts.prove.record import record\n"
         "from scripts.prove.outcomes import Outcome\n"
         "nodes = {k: Outcome(**v) for k, v in json.loads(sys.argv[3]).items()}\n"
         "fix, release, side = load_registry().fixes['1'], sys.argv[1], sys.argv[2]\n"
@@ -174,27 +177,47 @@ class TestProof:
         assert states(checkout)[1] == "unproven?"
 
     @pytest.mark.parametrize(
-        ("path", "stale"),
+        ("path", "change", "stale"),
         [
-            (TEST, {"0.19.1", "0.20.2"}),
-            ("tests/helper.py", {"0.19.1", "0.20.2"}),
-            ("tests/other.py", set()),
-            (f"{toys.HOOK.replace('.', '/')}.py", {"0.20.2"}),
-            ("patches/v0.20/2-a-name.patch", {"0.20.2"}),
+            (TEST, ("= it", "= it + 1"), {"0.19.1", "0.20.2"}),
+            (TEST, ("= it", "= (it)  # as it is"), set()),
+            ("tests/helper.py", ("it = 1", "it = 2"), {"0.19.1", "0.20.2"}),
+            ("tests/helper.py", ("it = 1", '"""What it is."""\nit = 1\nthat = 2'), set()),
+            ("tests/other.py", ("1", "2"), set()),
+            ("pyproject.toml", ("timeout = 300", "timeout = 3"), {"0.19.1", "0.20.2"}),
+            ("pyproject.toml", ("nixl==1.0.1", "nixl==1.0.0"), {"0.19.1", "0.20.2"}),
+            (HOOK, ("def ", "# Later.\ndef "), set()),
+            (HOOK, ("def ", "LATER = 1\n\n\ndef "), {"0.20.2"}),
+            (
+                "patches/v0.20/2-a-name.patch",
+                ("+    return work1", "+    return work2"),
+                {"0.20.2"},
+            ),
+            ("patches/v0.20/2-a-name.patch", ("return work1(x)", "return work1( x )"), set()),
         ],
     )
-    def test_goes_stale_with_what_went_into_it(
-        self, checkout: Checkout, path: str, stale: set[str]
+    def test_goes_stale_with_what_can_change_an_outcome(
+        self, checkout: Checkout, path: str, change: tuple[str, str], stale: set[str]
     ) -> None:
         record(checkout, "0.19.1", "stock", FAILED)
         record(checkout, "0.20.2", "stock", FAILED)
         record(checkout, "0.20.2", "patched", PASSED)
         assert states(checkout) == ["open", "patched", "upstream since?"]
-        with (checkout.folder / path).open("a") as file:
-            file.write("# changed\n" if path.endswith(".py") else "\n")
+        file = checkout.folder / path
+        assert change[0] in file.read_text()
+        file.write_text(file.read_text().replace(*change, 1))
         cells = status(checkout)
         assert {r for r in ("0.19.1", "0.20.2") if not cells[r]["proven"]} == stale
         assert [cells[r]["state"] for r in ("0.19.1", "0.20.2")] == ["open", "patched"]
+
+    def test_is_written_in_the_same_bytes_for_the_same_run(self, checkout: Checkout) -> None:
+        path = checkout.folder / "records" / "proofs" / "0.20.2.json"
+        written = set()
+        for number in ("85b4a45a3c05", "0c95d7d3ab41"):
+            said = f"AssertionError: assert '{number}' == 'x' in /tmp/{number}/y"
+            record(checkout, "0.20.2", "stock", {**FAILED, "message": said})
+            written.add(path.read_bytes())
+        assert len(written) == 1
 
     def test_keeps_what_is_on_record_of_others(self, checkout: Checkout) -> None:
         record(checkout, "0.20.2", "stock", FAILED)
@@ -210,7 +233,7 @@ def test_a_release_that_is_not_pinned_is_refused(checkout: Checkout) -> None:
 def test_a_run_changes_no_byte_where_nothing_has_changed(checkout: Checkout) -> None:
     record(checkout, "0.20.2", "stock", FAILED)
     status(checkout)
-    names = ("docs/status.md", "docs/status.html", "reports/status.json")
+    names = ("docs/status.md", "reports/status.html", "reports/status.json")
     before = [(checkout.folder / name).read_bytes() for name in names]
     status(checkout)
     assert [(checkout.folder / name).read_bytes() for name in names] == before

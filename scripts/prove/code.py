@@ -1,0 +1,92 @@
+"""Python code without what cannot change what it does: comments, docstrings, format, import order.
+
+The text that comes out is the same for every version of Python that can parse the code.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Iterator, Sequence
+
+_UNSEEN = frozenset({"kind", "type_comment", "type_ignores", "ctx"})
+
+
+def plain(tree: ast.Module) -> str:
+    """Return the code of a file in normal form."""
+    return normal(tree.body, documented=reads_docstrings(tree))
+
+
+def reads_docstrings(tree: ast.AST) -> bool:
+    """Whether code looks at docstrings, so that they count."""
+    return any(
+        isinstance(node, (ast.Name, ast.Attribute))
+        and (node.id if isinstance(node, ast.Name) else node.attr) in ("__doc__", "getdoc")
+        for node in ast.walk(tree)
+    )
+
+
+def normal(
+    node: ast.AST | Sequence[ast.AST],
+    *,
+    documented: bool = False,
+    spell: Callable[[str], str] = str,
+) -> str:
+    """Return syntax in normal form, as one line.
+
+    Args:
+        node: A node, or statements that follow each other.
+        documented: Docstrings count.
+        spell: What is written instead of the name of a module, and instead of a text in the code.
+    """
+    return " ".join(_words(node, documented, spell))
+
+
+def _words(value: object, documented: bool, spell: Callable[[str], str]) -> Iterator[str]:
+    if isinstance(value, (ast.Import, ast.ImportFrom)):
+        yield _imports([value], spell)
+    elif isinstance(value, ast.AST):
+        yield f"({type(value).__name__}"
+        for name in value._fields:
+            child = getattr(value, name, None)
+            # Fields that a version of Python adds are empty where the code does not use them.
+            if name not in _UNSEEN and child is not None and child != []:
+                yield f"{name}="
+                yield from _words(child, documented, spell)
+        yield ")"
+    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        yield "["
+        imports: list[ast.Import | ast.ImportFrom] = []
+        for child in value:
+            if isinstance(child, (ast.Import, ast.ImportFrom)):
+                imports.append(child)
+            elif documented or not is_idle(child):
+                yield from filter(None, [_imports(imports, spell)])
+                imports = []
+                yield from _words(child, documented, spell)
+        yield from filter(None, [_imports(imports, spell)])
+        yield "]"
+    else:
+        yield repr(spell(value) if isinstance(value, str) else value)
+
+
+def _imports(statements: Iterable[ast.Import | ast.ImportFrom], spell: Callable[[str], str]) -> str:
+    """Return import statements that follow each other, in any order and however they are split."""
+    names = (
+        f"{spell('.'.join(filter(None, (origin(one), alias.name))))} as {alias.asname}"
+        for one in statements
+        for alias in one.names
+    )
+    return " ".join(f"(import {name})" for name in sorted(names))
+
+
+def origin(statement: ast.Import | ast.ImportFrom) -> str:
+    """Return what stands between `from` and `import`, leading dots included."""
+    if isinstance(statement, ast.Import):
+        return ""
+    return "." * statement.level + (statement.module or "")
+
+
+def is_idle(node: object) -> bool:
+    """Whether a statement does nothing: a docstring, another constant, `pass`."""
+    alone = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    return alone or isinstance(node, ast.Pass)

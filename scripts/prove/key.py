@@ -1,0 +1,103 @@
+"""What a record stands for: its key is a hash of all that can change the outcomes of the run.
+
+That is the release, what the environment holds beside it, how pytest is set, and the code of the
+tests and of what they reach (`scripts.prove.reach`); on the patched side also the files that the
+patches change, as they are then, and the overlay modules that these import. Of code counts what it
+does: comments, docstrings, format, the order of imports and the folder of a helper do not.
+
+A key is the same on every machine: the release goes in by its sdist, not by one of its wheels.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+from functools import cache
+from typing import Literal
+
+from scripts.patchset.overlay import imported_modules, module_path
+from scripts.patchset.patch import apply_patches
+from scripts.patchset.registry import Fix
+from scripts.patchset.target import Target
+from scripts.project import ROOT, read_toml
+from scripts.prove.code import plain
+from scripts.prove.environment import needs
+from scripts.prove.pytest import PLUGIN
+from scripts.prove.reach import Sources
+from scripts.upstream.lock import load_lock
+
+Side = Literal["stock", "patched"]
+
+
+def inputs(fix: Fix, release: str, side: Side) -> str:
+    """Return the key of a run of the tests of `fix` on one side of `release`.
+
+    Raises:
+        PatchDoesNotApplyError: A patch does not fit the release; of the patched side only.
+        SyntaxError: A test, or what it imports, is no Python.
+    """
+    parts = [
+        load_lock()[release].sdist.sha256,
+        _settings(release),
+        *fix.left_open_on(release),
+        tests_hash(fix),
+    ]
+    if side == "patched":
+        parts.append(_patched(release))
+    return _hash("\n".join(parts))
+
+
+def tests_hash(fix: Fix) -> str:
+    """Return a hash of the tests of `fix` and of all code below tests/ that they reach."""
+    return _reached(fix.tests)
+
+
+@cache
+def _reached(tests: tuple[str, ...]) -> str:
+    return _hash("\n".join([*tests, _tests().text(tests, PLUGIN)]))
+
+
+@cache
+def _tests() -> Sources:
+    return Sources(ROOT)
+
+
+@cache
+def _settings(release: str) -> str:
+    """Return what the environment holds beside the release, and how pytest is set."""
+    options = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
+    return json.dumps([needs(release), options], sort_keys=True)
+
+
+@cache
+def _patched(release: str) -> str:
+    """Return a hash of the files that patches change, and of the overlay that these reach."""
+    target = Target.of(release)
+    texts, _ = apply_patches(target.patches, target.read)
+    parts: dict[str, str] = {}
+    pending: list[str] = []
+    for path, text in texts.items():
+        parts[path], names = _read(path, text)
+        pending += names
+    while pending:
+        name = pending.pop()
+        file = module_path(name)
+        if file is None or (path := file.relative_to(ROOT).as_posix()) in parts:
+            continue
+        parts[path], names = _read(path, file.read_text(encoding="utf-8"))
+        pending += [*names, name.rpartition(".")[0]]  # an import runs the packages above as well
+    return _hash("\n".join(f"{path} {part}" for path, part in sorted(parts.items())))
+
+
+@cache
+def _read(path: str, text: str) -> tuple[str, tuple[str, ...]]:
+    """Return a hash of a file's code, and the modules that it imports."""
+    if not path.endswith(".py"):
+        return _hash(text), ()
+    tree = ast.parse(text, path)
+    return _hash(plain(tree)), tuple(imported_modules(tree))
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
