@@ -71,16 +71,17 @@ class Sources:
         self.root = root
         self._modules: dict[Path, Module] = {}
 
-    def reached(self, tests: Sequence[str], plugin: str) -> dict[Unit, str]:
+    def reached(self, tests: Sequence[str], *plugins: str) -> dict[Unit, str]:
         """Return all code, in normal form, that can decide what becomes of `tests`.
 
         Args:
             tests: pytest node ids; a file that is not there counts as empty.
-            plugin: The module that pytest loads with them.
+            plugins: The modules that pytest loads with them.
         """
         files = [self.root / test.partition("::")[0] for test in tests]
         files += [folder / "conftest.py" for file in files for folder in file.parents]
-        files.append(self.root.joinpath(*plugin.split(".")).with_suffix(".py"))
+        for plugin in plugins:
+            files.append(self.root.joinpath(*plugin.split(".")).with_suffix(".py"))
         found: dict[Unit, str] = {}
         pending: list[Unit] = []
         for file in files:
@@ -103,9 +104,9 @@ class Sources:
             pending += [Unit(p) for p in packages if p.is_relative_to(self.root) and p.is_file()]
         return found
 
-    def text(self, tests: Sequence[str], plugin: str) -> str:
+    def text(self, tests: Sequence[str], *plugins: str) -> str:
         """Return what `reached` finds, the same for every order and every folder of modules."""
-        found = self.reached(tests, plugin)
+        found = self.reached(tests, *plugins)
         stems: dict[str, set[Path]] = {}
         for unit in found:
             stems.setdefault(unit.module.name, set()).add(unit.module)

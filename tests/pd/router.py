@@ -41,8 +41,8 @@ class Router:
         deadline = time.monotonic() + _START_S
         while not self._healthy():
             if not self._group.alive or time.monotonic() >= deadline:
-                words = log.read_text(errors="replace")[-2000:]
-                raise HarnessError(f"no router:\n{words}", f"an answer at {self.url}")
+                said = log.read_text(errors="replace")[-2000:]
+                raise HarnessError(f"no router:\n{said}", f"an answer at {self.url}")
             time.sleep(0.1)
 
     def __enter__(self) -> Router:
