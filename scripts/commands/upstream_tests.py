@@ -1,7 +1,7 @@
 """`nox -s upstream_tests`: upstream's own tests, stock against patched, without a GPU.
 
     nox -s upstream_tests                        the recommended tests of the default release
-    nox -s upstream_tests -- 0.22.0              a release without a line of patches: stock alone
+    nox -s upstream_tests -- 0.22.0              a release that was not carried to: stock alone
     nox -s upstream_tests -- 0.20.2 -k handshake what pytest's -k selects of them
     nox -s upstream_tests -- 0.20.2 tests/v1/kv_connector/unit   files or folders instead
     nox -s upstream_tests -- 0.20.2 --affected   every test file that imports what we change
@@ -73,7 +73,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def _release(text: str) -> str:
-    """Return the pinned release that `text` names, whether or not it has a line of patches."""
+    """Return the pinned release that `text` names, whether or not the fixes were carried to it."""
     try:
         return locked_release(str(Version(text))).release
     except InvalidVersion:

@@ -28,7 +28,7 @@ class Report:
         selection: Which of them, in words.
         whole: Whether these are all the recommended ones.
         left_out: Tests of the selected files that were not run, and why.
-        sides: Stock, and patched where the release has a line of patches.
+        sides: Stock, and patched where the fixes were carried to the release.
         outcomes: By side and test id; forward tests among them.
         changes: What became of each test of the release's own; empty for stock alone.
         names: The tests that rightly fail with a fix, and why.

@@ -148,3 +148,19 @@ def test_a_series_that_does_not_apply_leaves_no_worktree(checkout: Checkout) -> 
     assert result.returncode == 18
     assert "wanted: '    return y + 2\\n'" in result.stderr
     assert not worktree(checkout).exists()
+
+
+def test_refuses_a_release_that_needs_no_such_fix(checkout: Checkout) -> None:
+    path = checkout.patches / "fixes.toml"
+    path.write_text(path.read_text().replace('"<=0.20.2"', '"<0.20.2"', 1))
+    assert "gives 0.20.2 no fix 1: it applies to <0.20.2" in ended(checkout, "0.20.2", "1")
+    assert not worktree(checkout).exists()
+
+
+def test_says_which_releases_the_patch_serves(checkout: Checkout) -> None:
+    ended(checkout, "0.20.2", "2", "--only")
+    path = worktree(checkout) / toys.WORKER
+    path.write_text(path.read_text().replace("    return x + 5\n", "    return work1(x)\n"))
+    said = checkout.run("edit", "--continue").stdout
+    assert "Fix 2 on 0.20.2: 2-a-name/0.20.2.patch" in said
+    assert "wrote patches/2-a-name/0.20.2.patch" in said
