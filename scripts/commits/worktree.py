@@ -61,10 +61,7 @@ def start(target: Target, fix_id: str) -> None:
 
 
 def restamp() -> None:
-    """Make anew what registry and patches determine.
-
-    Messages of patches, documents, and for which releases a module of the overlay says it is.
-    """
+    """Make anew what `patches/fixes.toml` determines: messages of patches, and documents."""
     registry = load_registry()
     for line, releases in releases_by_line().items():
         patches = load_series(line).patches

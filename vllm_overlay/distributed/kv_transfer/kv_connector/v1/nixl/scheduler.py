@@ -68,7 +68,7 @@ def _use(scheduler: NixlConnectorScheduler, request: Request) -> Use:
 
 def has_engine(scheduler: object) -> bool:
     """Whether a scheduler was made by its constructor; some of vLLM's own tests do without."""
-    return "kv_cache_config" in vars(scheduler)
+    return "block_size" in vars(scheduler)
 
 
 def as_checked(params: object) -> CheckedParams:
