@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from scripts.patchset.overlay import Scope, scope_of, uses
+from scripts.patchset.overlay import Scope, needed_scope, scope_of, uses
 from scripts.patchset.patch import Patch, read_patch
 from scripts.patchset.registry import Fix, Registry, Unpatched
 from scripts.patchset.series import carried_releases, first_serving, patch_files
@@ -21,7 +21,10 @@ _MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.D
 
 
 def documents(registry: Registry) -> dict[Path, str]:
-    """Return what the README and the pages of docs/ that are made have to say, by path."""
+    """Return what is made has to say, by path: README, pages of docs/, first lines of modules.
+
+    Of the overlay's modules only those that say something else.
+    """
     patches = {
         release: [
             read_patch(files[first])
@@ -32,13 +35,24 @@ def documents(registry: Registry) -> dict[Path, str]:
         ]
         for release in carried_releases()
     }
+    needed = uses(patches)
+    scopes = {
+        path: (said, needed_scope(said, list(needed[path]), list(patches)))
+        for path in needed
+        if (said := scope_of(path)) is not None
+    }
     held = {release: {patch.fix_id for patch in each} for release, each in patches.items()}
     readme = README.read_text(encoding="utf-8")
     table = _table(registry, held)
     return {
         README: _MARKED.sub(lambda match: match[1] + table + match[2], readme),
         FIXES: _details(registry, held),
-        MODULES: _modules(registry, patches),
+        MODULES: _modules(registry, needed, {path: scope for path, (_, scope) in scopes.items()}),
+        **{
+            path: path.read_text(encoding="utf-8").replace(said.words, scope.words, 1)
+            for path, (said, scope) in scopes.items()
+            if said != scope
+        },
     }
 
 
@@ -96,16 +110,19 @@ def _names(tests: Iterable[str]) -> str:
     return ", ".join(f"`{test.rpartition('::')[2]}`" for test in tests)
 
 
-def _modules(registry: Registry, patches: Mapping[str, Sequence[Patch]]) -> str:
+def _modules(
+    registry: Registry,
+    needed: Mapping[Path, Mapping[str, Sequence[str]]],
+    scopes: Mapping[Path, Scope],
+) -> str:
     sections: dict[str, tuple[Scope, list[str]]] = {}
-    for path, needed in uses(patches).items():
-        scope = scope_of(path)
-        if scope is None or not needed:
+    for path, scope in scopes.items():
+        if not needed[path]:
             continue  # lint says so
         name = path.relative_to(OVERLAY).as_posix()
         _, rows = sections.setdefault(scope.words, (scope, []))
         link = f"[{name}](../{path.relative_to(ROOT).as_posix()})"
-        rows.append(f"| {link} | {scope.about.rstrip('.')} | {_needing(registry, needed)} |")
+        rows.append(f"| {link} | {scope.about.rstrip('.')} | {_needing(registry, needed[path])} |")
     parts = [
         "# The overlay\n<!-- made by `nox -s edit -- --restamp` from patches/ and the modules' "
         "first lines -->\n",

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from io import StringIO
 from pathlib import Path
 from pprint import pformat
@@ -46,11 +47,16 @@ def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
         if name in files:
             continue
         files[name] = path.read_bytes()
-        pending += imported_modules(ast.parse(files[name], name))
+        pending += _imported(files[name])
         package = path.parent if path.name != "__init__.py" else path.parent.parent
         if package.is_relative_to(OVERLAY):  # the packages above must exist as well
             pending.append(".".join(package.relative_to(ROOT).parts))
     return files
+
+
+@cache
+def _imported(source: bytes) -> tuple[str, ...]:
+    return tuple(imported_modules(ast.parse(source)))
 
 
 def module_path(module: str) -> Path | None:
@@ -138,6 +144,22 @@ def scope_of(path: Path) -> Scope | None:
     return Scope(
         said["words"], said["from"] or said["first"], said["up_to"] or said["last"], said["rest"]
     )
+
+
+def needed_scope(said: Scope, needing: Sequence[str], releases: Sequence[str]) -> Scope:
+    """Return what `said` is as long as `needing`, of all `releases`, are those that it holds.
+
+    Otherwise what the first and the last of them make it, as after a fix has left the set.
+    """
+    if not needing or all(said.holds(each) == (each in needing) for each in releases):
+        return said
+    first = None if needing[0] == releases[0] else needing[0]
+    last = None if needing[-1] == releases[-1] else needing[-1]
+    if first is not None:
+        words = f"{first} to {last}" if last is not None else f"From {first} on"
+    else:
+        words = f"Up to {last}" if last is not None else "All releases"
+    return Scope(words, first, last, said.about)
 
 
 def scoped_modules() -> list[Path]:

@@ -133,6 +133,11 @@ def test_a_module_says_rightly_for_which_releases_it_is(
     change(checkout.folder / HOOKED, "From 0.20.0 on: what a hook calls.", line)
     (found,) = (fault for fault in faults(checkout) if fault.startswith(HOOKED))
     assert said in found
+    if "restamp" in found:
+        assert checkout.run("edit", "--restamp").returncode == 0
+        assert faults(checkout) == []
+        text = (checkout.folder / HOOKED).read_text()
+        assert text.startswith('"""All releases: what a hook calls."""')
 
 
 @pytest.mark.parametrize("words", ["All releases", "Up to 0.20.2", "0.20.0 to 0.22.0"])

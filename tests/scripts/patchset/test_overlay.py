@@ -11,11 +11,14 @@ from hypothesis import strategies as st
 
 from scripts.patchset import overlay as overlay_module
 from scripts.patchset.overlay import (
+    Scope,
     build_record,
     imported_by_hooks,
     module_path,
+    needed_scope,
     overlay_files,
     provenance,
+    scope_of,
     stamp,
     stamp_all,
 )
@@ -230,3 +233,58 @@ def test_every_module_of_the_overlay_can_be_found_by_its_name() -> None:
     for path in OVERLAY.rglob("*.py"):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         assert module_path(name) == path
+
+
+CARRIED = ["0.18.0", "0.20.2", "0.22.1", "0.33.0"]
+
+
+def scope(tmp_path: Path, line: str) -> Scope:
+    """Return what a module says whose first line this is."""
+    path = tmp_path / "module.py"
+    path.write_text(f'# A licence.\n"""{line}\n\nMore.\n"""\n')
+    said = scope_of(path)
+    assert said is not None and said.about == "what it holds."
+    return said
+
+
+@pytest.mark.parametrize(
+    ("words", "held"),
+    [
+        ("All releases", CARRIED),
+        ("From 0.24.0 on", ["0.33.0"]),
+        ("From 0.20.2 on", ["0.20.2", "0.22.1", "0.33.0"]),
+        ("Up to 0.29.0", ["0.18.0", "0.20.2", "0.22.1"]),
+        ("0.19.0 to 0.22.1", ["0.20.2", "0.22.1"]),
+    ],
+)
+class TestScope:
+    def test_bounds_are_where_upstream_changes(
+        self, tmp_path: Path, words: str, held: list[str]
+    ) -> None:
+        said = scope(tmp_path, f"{words}: what it holds.")
+        assert [each for each in CARRIED if said.holds(each)] == held
+        assert needed_scope(said, held, CARRIED) is said
+
+    def test_what_the_hooks_reach_decides(
+        self, tmp_path: Path, words: str, held: list[str]
+    ) -> None:
+        said = scope(tmp_path, f"{words}: what it holds.")
+        for needing, made in (
+            (CARRIED, "All releases"),
+            (CARRIED[:2], "Up to 0.20.2"),
+            (CARRIED[2:], "From 0.22.1 on"),
+            (CARRIED[1:3], "0.20.2 to 0.22.1"),
+        ):
+            found = needed_scope(said, needing, CARRIED)
+            assert found.words == (words if needing == held else made)
+            assert [each for each in CARRIED if found.holds(each)] == needing
+            assert found.about == said.about
+
+
+@pytest.mark.parametrize(
+    "line", ["", "What it holds.", "All releases", "All releases:", "Since 0.20.0: x", "Up to x: x"]
+)
+def test_a_first_line_that_does_not_say(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "module.py"
+    path.write_text(f'"""{line}"""\n')
+    assert scope_of(path) is None

@@ -21,10 +21,11 @@ def test_a_route_that_watches_cleans_up_in_place_of_the_handler(watched: bool) -
     seen: list[tuple[Any, ...]] = []
 
     class Serving:
-        @overlay.leaves_to_route
-        async def clean_up(self, awaitable: Any, *request: Any) -> Any:  # noqa: ANN401
+        async def stock(self, awaitable: Any, *request: Any) -> Any:  # noqa: ANN401
             seen.append(request)
             return await awaitable
+
+        clean_up = overlay.leaves_to_route(stock)
 
     async def answer() -> str:
         return "answer"

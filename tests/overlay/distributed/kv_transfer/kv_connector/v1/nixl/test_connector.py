@@ -73,7 +73,7 @@ def test_a_worker_reports_while_something_waits_and_once_that_nothing_does(
 ) -> None:
     waiting = iter([0, 2, 2, 0, 0])
     monkeypatch.setattr(overlay, "pending_notifications", lambda worker: next(waiting))
-    side = WakesIdleEngine()
-    side.connector_worker = object()  # type: ignore[assignment]
+    side: Any = WakesIdleEngine()
+    side.connector_worker = object()
     reports = [side.build_connector_worker_meta() for _ in range(5)]
     assert [made and made.pending for made in reports] == [None, 2, 2, 0, None]

@@ -48,11 +48,13 @@ def test_a_rank_whose_read_failed_is_told_and_the_other_heard_from_nixl(
 ) -> None:
     worker = pulling()
     nixl = nixl_of(worker)
-    acts = [lambda: nixl.fail(nixl.reads[bad]), lambda: nixl.finish(nixl.reads[1 - bad])]
     ends: set[str] = set()
-    for act in acts if first == "the bad one" else reversed(acts):
+    for failing in (True, False) if first == "the bad one" else (False, True):
         assert not ends, "reported while a read is in flight"
-        act()
+        if failing:
+            nixl.fail(nixl.reads[bad])
+        else:
+            nixl.finish(nixl.reads[1 - bad])
         ends |= lives(step, worker)[1]
     for _ in range(2):
         ends |= lives(step, worker)[1]
