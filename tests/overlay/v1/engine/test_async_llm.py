@@ -90,7 +90,7 @@ def test_one_engine_core_is_not_asked() -> None:
 def test_what_is_sent_is_stocks_but_for_its_name() -> None:
     """On 0.33.0, for instance, one says that it wants no watermark."""
     engine = Engine(True)
-    stock = AsyncLLM.notify_kv_transfer_request_rejected.__wrapped__  # type: ignore[attr-defined]
+    stock = AsyncLLM.notify_kv_transfer_request_rejected.__wrapped__
     asyncio.run(stock(engine, "r", REMOTE, data_parallel_rank=0))
     ours, theirs = (
         msgspec.structs.replace(sent, request_id="r", arrival_time=0.0)
