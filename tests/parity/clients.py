@@ -187,13 +187,19 @@ async def a_client_leaves(client: str) -> Observed:
         return seen(answer, server.core)
 
 
-@scenario(
-    "good ones",
-    "refused ones in between",
-    shows={"K05 >=0.21.0": "stock's own stand-ins of refused requests count in balancing"},
-)
-async def requests_are_balanced(what: str) -> Observed:
-    """Which of two data-parallel engines the client's own balancing gives each good request to."""
+@scenario()
+async def requests_are_balanced() -> Observed:
+    """Which of two data-parallel engines the client's own balancing gives each request to."""
+    return await _chosen()
+
+
+@scenario(shows={"K05 >=0.21.0": "stock's own stand-ins of refused requests count in balancing"})
+async def requests_are_balanced_with_refused_ones_in_between() -> Observed:
+    """As before, for the good ones."""
+    return await _chosen(refused=True)
+
+
+async def _chosen(*, refused: bool = False) -> list[str]:
     chooser: Any = object.__new__(DPLBAsyncMPClient)
     width = 3 if "kv_cache_usage" in inspect.getsource(type(chooser)) else 2
     vars(chooser).update(
@@ -206,7 +212,7 @@ async def requests_are_balanced(what: str) -> Observed:
         streaming_reqs=set(),
         engine_inflight=Counter(),
     )
-    chosen = []
+    chosen: list[str] = []
 
     async def choose(request: EngineCoreRequest) -> None:
         engine = chooser.get_core_engine_for_request(request)
@@ -217,6 +223,6 @@ async def requests_are_balanced(what: str) -> Observed:
         server.core.on_add = choose
         for _ in range(6):
             await server.post(COMPLETIONS, body(COMPLETIONS, None, prompt=GOOD_IDS))
-            if what != "good ones":
+            if refused:
                 await server.post(COMPLETIONS, body(COMPLETIONS, REMOTE, model="no-such-model"))
     return chosen
