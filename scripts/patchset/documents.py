@@ -9,7 +9,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.patchset.overlay import Scope, needed_scope, scope_of, uses
-from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.patch import read_patch
 from scripts.patchset.registry import Fix, Registry, Unpatched
 from scripts.patchset.series import carried_releases, first_serving, patch_files
 from scripts.project import OVERLAY, ROOT

@@ -160,7 +160,7 @@ def _malformed(name: str, why: str) -> RegistryError:
     return RegistryError(
         f"{name}: {why}",
         expected="two lines of head and a diff that changes existing text files only",
-        next_step=f"take back what changed it: git restore patches/{quote(name)}",
+        next_step=f"take back what changed it: git restore {quote(f'patches/{name}')}",
     )
 
 

@@ -103,7 +103,7 @@ def patch_files(fix: Fix, folder: Path | None = None) -> dict[str, Path]:
             raise RegistryError(
                 f"{fix.name}/{path.name} is not named by a release, or not by one of its own",
                 expected="the first release that it serves, such as 0.20.0.patch",
-                next_step=f"git mv it in patches/{fix.name}, then: nox -s lint",
+                next_step=f"rename it in patches/{fix.name}, then: nox -s lint",
             )
         files[version] = path
     return {files[version].stem: files[version] for version in sorted(files)}
