@@ -55,9 +55,6 @@ class AsyncKVTransferNotifier:
             await _release(engine, send, request_id, kv_transfer_params, data_parallel_rank)
 
 
-KVTransferRejecter = AsyncKVTransferNotifier  # what patches call it
-
-
 def claims_first(
     notify: Callable[..., Awaitable[None]],
 ) -> Callable[..., Awaitable[None]]:

@@ -79,7 +79,10 @@ def test_offline_engine_fans_out_alike() -> None:
     """`LLM` does not go through `AsyncLLM`."""
     sent: list[EngineCoreRequest] = []
     engine: Any = object.__new__(LLMEngine)
-    engine.input_processor = SimpleNamespace(assign_request_id=lambda request: None)
+    engine.input_processor = SimpleNamespace(
+        assign_request_id=lambda request: None,
+        apply_watermarking=lambda params, wanted: None,  # from 0.33.0 on
+    )
     engine.output_processor = SimpleNamespace(add_request=lambda *args: None)
     engine.engine_core = SimpleNamespace(add_request=sent.append)
     params = sampling(dict(REMOTE))
