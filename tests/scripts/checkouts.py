@@ -162,6 +162,7 @@ def tools(folder: Path) -> Checkout:
         shutil.copytree(ROOT / name, checkout.folder / name, ignore=ignored)
     shutil.copy(ROOT / "pyproject.toml", checkout.folder)
     checkout.patches.mkdir()
+    write(checkout.folder, {"records/figures.toml": "run = []\n"})
     compileall.compile_dir(checkout.folder / "scripts", quiet=2)  # once, not in every test
     return checkout
 

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import importlib.util
 import os
+import re
 import resource
 import shutil
 import signal
@@ -115,7 +116,7 @@ class TestWheel:
         said = checkout.run("apply").stdout
         assert "1  1 is right → for good" in said
         assert "2  2 is right → for good" in said
-        assert f"use it: pip install --no-deps {checkout.dist / NAME}" in said
+        assert f"use it: pip install --no-deps --force-reinstall {checkout.dist / NAME}" in said
 
     def test_is_not_written_again(self, checkout: Checkout) -> None:
         wrote(checkout.run("apply"))
@@ -394,8 +395,19 @@ class TestRelease:
     def test_that_no_network_and_no_cache_gives(self, checkout: Checkout) -> None:
         shutil.rmtree(checkout.cache)
         result = checkout.run("apply")
-        said_no(result, 19, "127.0.0.1:9", str(checkout.cache), "--wheel FILE")
+        said_no(result, 19, "127.0.0.1:9", str(checkout.cache), "connect once")
         assert wheels(checkout.dist) == {}
+
+    def test_that_no_source_has_can_be_copied_into_the_cache(
+        self, checkout: Checkout, tmp_path: Path
+    ) -> None:
+        (cached,) = checkout.cache.rglob("*.whl")
+        elsewhere = cached.rename(tmp_path / cached.name)
+        said = checkout.run("apply").stderr
+        target = re.search(r"copy the file, from wherever you have it, to (.+): its sha256", said)
+        assert target, said
+        shutil.copy(elsewhere, target[1])
+        wrote(checkout.run("apply"))
 
     def test_needs_no_network_once_it_is_in_the_cache(self, checkout: Checkout) -> None:
         wrote(checkout.run("apply"))
@@ -412,7 +424,7 @@ class TestPatchSet:
             "nearest is line",
             "wanted: '    return y + 9\\n'",
             "found:  '    return x + 9\\n'",
-            "nox -s edit -- <release> <fix>",
+            "CONTRIBUTING.md says how",
         )
         assert wheels(checkout.dist) == {}
 
