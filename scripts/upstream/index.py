@@ -176,8 +176,8 @@ def _fetch_into(target: Path, file: LockedFile, distribution: str) -> None:
         f"cannot get {file.name}, and the cache {cache_folder()} does not have it:"
         + _bullets(sources.reasons()),
         expected="one source of pip's or uv's settings that has it, or a filled cache",
-        next_step="connect once and run the same command again; or copy the file, from wherever you "
-        f"have it, to {target}: its sha256 is checked",
+        next_step="connect once and run the same command again; or copy the file, from wherever "
+        f"you have it, to {target}: its sha256 is checked",
     )
 
 
