@@ -15,7 +15,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.engine.protocol import EngineClient
 
 
 def transfer_params(request: object, *, field_first: bool) -> object:
@@ -34,7 +34,7 @@ def transfer_params(request: object, *, field_first: bool) -> object:
 
 def refused(
     params: object,
-    config: VllmConfig,
+    engine_client: EngineClient,
     find_problem: Callable[[object], Problem | None],
     create_error: Callable[..., Any],
 ) -> Any:  # noqa: ANN401 - whatever `create_error` makes
@@ -46,7 +46,7 @@ def refused(
     if params is None:
         return None
     problem = find_unsendable(params)
-    kv = config.kv_transfer_config
+    kv = engine_client.vllm_config.kv_transfer_config
     if kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path):
         problem = problem or find_problem(params)
     if problem is None:

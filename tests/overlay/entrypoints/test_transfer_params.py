@@ -43,8 +43,14 @@ def test_what_the_handler_will_use(
 
 def answer(params: object, connector: str | None, module: str | None = None) -> Any:  # noqa: ANN401
     kv = connector and SimpleNamespace(kv_connector=connector, kv_connector_module_path=module)
-    config: Any = SimpleNamespace(kv_transfer_config=kv)
-    return refused(params, config, find_problem, lambda message, *, param: (message, param))
+    client: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=kv))
+    return refused(params, client, find_problem, lambda message, *, param: (message, param))
+
+
+def test_without_parameters_the_engine_is_not_looked_at() -> None:
+    """Programs and tests use handlers with clients that have no configuration."""
+    client: Any = SimpleNamespace()
+    assert refused(None, client, find_problem, pytest.fail) is None
 
 
 @pytest.mark.parametrize("connector", ["NixlConnector", "NixlPullConnector"])

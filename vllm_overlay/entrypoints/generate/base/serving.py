@@ -62,7 +62,7 @@ class ChecksTransferParams(BaseServing):
             return error
         return refused(
             transfer_params(request, field_first=True),
-            self.engine_client.vllm_config,
+            self.engine_client,
             find_pull_problem,
             self.create_error_response,
         )

@@ -114,7 +114,7 @@ def checks_kv_transfer_params(
             return error
         return refused(
             transfer_params(request, field_first=False),
-            self.engine_client.vllm_config,
+            self.engine_client,
             find_problem,
             self.create_error_response,
         )
