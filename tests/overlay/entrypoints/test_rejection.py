@@ -367,7 +367,10 @@ def test_a_lie_is_refused_by_name_and_told_once(
         assert server.core.told == []
     else:
         assert answer.status == 400
-        assert (problem.field or "kv_transfer_params") in answer.error["message"]
+        message = answer.error["message"]
+        # 0.33.0 itself looks at numbers there, and does not say in which field.
+        by_release = endpoint == "/inference/v1/generate" and message.startswith("extra_args ")
+        assert by_release or (problem.field or "kv_transfer_params") in message
         assert server.core.admitted == []
         # Who cannot be addressed cannot be told.
         waits = (

@@ -12,6 +12,9 @@ from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer import kv_transfer_state
 
 from tests.support.nixl_worker import make_vllm_config
+
+pytest.importorskip("vllm_overlay.distributed.kv_transfer.kv_transfer_state", reason="up to 0.23.0")
+
 from vllm_overlay.distributed.kv_transfer.kv_transfer_state import _sync_engine_id_across_tp
 
 GROUPS = {"tp": "get_tp_group", "pcp": "get_pcp_group", "pp": "get_pp_group"}

@@ -81,7 +81,9 @@ def test_offline_engine_fans_out_alike() -> None:
     engine: Any = object.__new__(LLMEngine)
     engine.input_processor = SimpleNamespace(
         assign_request_id=lambda request: None,
-        apply_watermarking=lambda params, wanted: None,  # from 0.33.0 on
+        # From 0.33.0 on:
+        apply_watermarking=lambda params, wanted: None,
+        resolve_watermarking=lambda params: None,
     )
     engine.output_processor = SimpleNamespace(add_request=lambda *args: None)
     engine.engine_core = SimpleNamespace(add_request=sent.append)

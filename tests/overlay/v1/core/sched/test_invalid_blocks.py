@@ -8,6 +8,8 @@ from vllm.v1.request import RequestStatus
 from tests.support.decode_engine import DecodeEngine, Step
 from tests.support.nixl_worker import GroupKind, connect, nixl_of
 
+pytest.importorskip("vllm_overlay.v1.core.sched.invalid_blocks", reason="up to 0.29.0")
+
 LAYOUTS: list[tuple[GroupKind, ...]] = [("full",), ("sliding",), ("full", "sliding")]
 
 

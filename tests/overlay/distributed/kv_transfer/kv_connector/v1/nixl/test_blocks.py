@@ -64,7 +64,9 @@ def test_each_token_lands_in_its_place_or_the_peer_is_refused(
     except RuntimeError as refusal:
         event("refused")
         assert deployment.prefill_ratio != deployment.decode_ratio, refusal
-        assert "start" in str(refusal).lower() or "use the same" in str(refusal)
+        # The last is upstream's own, of 0.33.0.
+        ways_out = ("start", "use the same", "disable prefix caching with")
+        assert any(way in str(refusal).lower() for way in ways_out), refusal
         assert nixl_of(engines.decode).reads == []
         return
     tokens = data.draw(st.integers(1, 64), label="tokens")
@@ -99,6 +101,10 @@ def test_kernel_blocks_of_two_sizes_with_prefix_hits(
     assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
 
 
+@pytest.mark.skipif(
+    not hasattr(NixlConnectorWorker, "_logical_to_remote_kernel_block_ids"),
+    reason="upstream's own from 0.24.0 on",
+)
 class TestRemoteKernelBlockIds:
     def test_states_keep_their_ids(self) -> None:
         worker = make_worker(groups=("full", "mamba"), block_size=8, kernel_block_size=4)
@@ -116,6 +122,10 @@ class TestRemoteKernelBlockIds:
         assert make_worker()._logical_to_remote_kernel_block_ids(ids, 1) is ids
 
 
+@pytest.mark.skipif(
+    not hasattr(NixlConnectorWorker, "_logical_to_remote_kernel_block_ids"),
+    reason="upstream's own from 0.24.0 on",
+)
 class TestApplyPrefixCaching:
     def test_group_fully_cached(self) -> None:
         # An empty local group once meant "the last 0 blocks": all of them.

@@ -11,6 +11,11 @@ from itertools import pairwise
 from unittest import mock
 
 import pytest
+
+pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease", reason="up to 0.26.0"
+)
+
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
 

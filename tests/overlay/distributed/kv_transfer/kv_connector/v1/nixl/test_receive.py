@@ -16,7 +16,6 @@ from typing import Any, Literal
 from unittest import mock
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
@@ -34,6 +33,13 @@ from tests.support.nixl_worker import (
     step,
 )
 from tests.support.receive_machine import BrokenClaimError, explore
+
+pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive", reason="up to 0.29.0"
+)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
     AwaitedReceives,

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 from tests.support.nixl_worker import (
     agent_name,
@@ -15,6 +13,14 @@ from tests.support.nixl_worker import (
     receive,
     step,
 )
+
+pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.worker", reason="up to 0.20.2"
+)
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
+
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.worker import notify_skipped_ranks
 
 REMOTE = RemoteMeta(block_ids=([5, 6],), host="h", port=1, engine_id="P", request_id="req:p")
