@@ -151,9 +151,10 @@ def shared() -> Iterator[tuple[asyncio.AbstractEventLoop, Server]]:
     server = loop.run_until_complete(running.__aenter__())
     yield loop, server
     loop.run_until_complete(running.__aexit__(None, None, None))
-    for task in (left := asyncio.all_tasks(loop)):
-        task.cancel()
-    loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+    if left := asyncio.all_tasks(loop):
+        for task in left:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
     loop.close()
 
 
