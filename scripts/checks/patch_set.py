@@ -15,7 +15,7 @@ from scripts.patchset.hooks import logic_in_hooks
 from scripts.patchset.overlay import overlay_files, scope_of, stamp_all, uses
 from scripts.patchset.patch import Patch, apply_patches, read_patch
 from scripts.patchset.registry import REGISTRY, Registry, load_registry
-from scripts.patchset.series import Series, carried_releases, patch_files, patch_for
+from scripts.patchset.series import Series, carried_releases, patch_files, there_is
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT, project
 from scripts.system.console import out
 from scripts.system.errors import KvfixError
@@ -44,7 +44,7 @@ def patch_set_faults() -> Iterator[str]:
     used: set[str] = set()
     every = []
     for release in releases:
-        series, missing = _series(registry, release)
+        series, missing = there_is(registry, release)
         yield from missing
         yield from _application(series, registry)
         used |= overlay_files(series.patches).keys()
@@ -81,18 +81,6 @@ def _strays(registry: Registry) -> Iterator[str]:
     for path in sorted(PATCHES.rglob("*")):
         if path.is_file() and path not in known | {REGISTRY, LOCK}:
             yield f"patches/{path.relative_to(PATCHES)}: is the patch of no fix of fixes.toml"
-
-
-def _series(registry: Registry, release: str) -> tuple[Series, list[str]]:
-    """Return the patches that there are for `release`, and what is missing."""
-    patches, missing = [], []
-    for fix in registry.fixes.values():
-        if fix.needed_on(release):
-            try:
-                patches.append(read_patch(patch_for(fix, release)))
-            except KvfixError as error:
-                missing.append(error.found)
-    return Series(release, tuple(patches)), missing
 
 
 def _files(registry: Registry, releases: Sequence[str]) -> Iterator[str]:

@@ -9,9 +9,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from scripts.patchset.overlay import Scope, needed_scope, scope_of, uses
-from scripts.patchset.patch import read_patch
 from scripts.patchset.registry import Fix, Registry, Unpatched
-from scripts.patchset.series import carried_releases, first_serving, patch_files
+from scripts.patchset.series import carried_releases, there_is
 from scripts.project import OVERLAY, ROOT
 
 README = ROOT / "README.md"
@@ -25,16 +24,7 @@ def documents(registry: Registry) -> dict[Path, str]:
 
     Of the overlay's modules only those that say something else.
     """
-    patches = {
-        release: [
-            read_patch(files[first])
-            for fix in registry.fixes.values()
-            if fix.needed_on(release)
-            for files in [patch_files(fix)]
-            if (first := first_serving(files, release)) is not None
-        ]
-        for release in carried_releases()
-    }
+    patches = {release: there_is(registry, release)[0].patches for release in carried_releases()}
     needed = uses(patches)
     scopes = {
         path: (said, needed_scope(said, list(needed[path]), list(patches)))

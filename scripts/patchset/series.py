@@ -68,6 +68,20 @@ def load_series(release: str, registry: Registry | None = None) -> Series:
     )
 
 
+def there_is(registry: Registry, release: str) -> tuple[Series, list[str]]:
+    """Return the patches that there are for `release`, and what is missing, a sentence each."""
+    patches, missing = [], []
+    for fix in registry.fixes.values():
+        if fix.needed_on(release):
+            try:
+                path = patch_for(fix, release)
+            except RegistryError as error:
+                missing.append(error.found)
+            else:
+                patches.append(read_patch(path))
+    return Series(release, tuple(patches)), missing
+
+
 def patch_for(fix: Fix, release: str) -> Path:
     """Return the file that serves `release`, which needs `fix`.
 

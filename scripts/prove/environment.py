@@ -78,17 +78,20 @@ class Environment:
         requirements, overrides = needs(self.release)
         return [sys.version, str(self.stock), *requirements, *overrides]
 
-    def install_into(self, folder: Path, wheel: Path, sha256: str) -> None:
-        """Install `wheel`, without what it needs, into `folder`, unless it is there already.
+    def install_into(
+        self, folder: Path, key: str, *packages: Path | str, timeout: float = 3600
+    ) -> None:
+        """Install wheels or requirements, without what they need, into `folder`, which holds them.
 
-        In front of the import path the folder hides the vLLM of the environment.
+        A folder that was made for the same `key` stays as it is. In front of the import path a
+        folder with vLLM hides that of the environment.
         """
         stamp = folder / _STAMP
-        if stamp.is_file() and stamp.read_text() == sha256:
+        if stamp.is_file() and stamp.read_text() == key:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        run([*installer(self.python), "--no-deps", "--target", folder, wheel], timeout=3600)
-        stamp.write_text(sha256)
+        run([*installer(self.python), "--no-deps", "--target", folder, *packages], timeout=timeout)
+        stamp.write_text(key)
 
     def install(self, wheel: Path) -> None:
         """Exchange the installed vLLM for `wheel`; nothing else changes."""

@@ -14,7 +14,7 @@ from typing import Any
 
 from scripts.patchset.registry import Registry
 from scripts.project import REPORTS, ROOT, project, read_toml
-from scripts.prove.environment import Environment, installer, stage
+from scripts.prove.environment import Environment, stage
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.system.files import sha256
@@ -81,7 +81,7 @@ def compare(release: str, name: str, registry: Registry) -> list[Comparison]:
     work = ROOT / ".work" / "parity" / release
     wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
     for side, wheel in wheels.items():
-        environment.install_into(work / side, wheel, sha256(wheel))
+        environment.install_into(work / side, sha256(wheel), wheel)
     clients = _clients(environment, work / "clients")
     affected = [fix.id for fix in registry.fixes.values() if fix.affects(release)]
     wire = work / "run"
@@ -106,12 +106,7 @@ def _clients(environment: Environment, folder: Path) -> Path:
     """
     document = read_toml(ROOT / "pyproject.toml")
     wanted: list[str] = document["tool"]["kvfix"]["parity"]["requirements"]
-    stamp = folder / "kvfix.txt"
-    if not stamp.is_file() or stamp.read_text() != "\n".join(wanted):
-        shutil.rmtree(folder, ignore_errors=True)
-        options = ("--no-deps", "--target", folder)
-        run([*installer(environment.python), *options, *wanted], timeout=600)
-        stamp.write_text("\n".join(wanted))
+    environment.install_into(folder, "\n".join(wanted), *wanted, timeout=600)
     return folder
 
 

@@ -116,7 +116,7 @@ class Side:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         self._lay_out_tests()
-        self._environment.install_into(self.folder / "site", self.wheel, self.sha256)
+        self._environment.install_into(self.folder / "site", self.sha256, self.wheel)
         write_models(self.folder / "models")
         plugin = self.folder / "plugin"
         plugin.mkdir(exist_ok=True)

@@ -97,9 +97,8 @@ class Group:
 
     def _members(self) -> list[int]:
         """Return the ids of the group's processes, from Linux's process table."""
-        folders = [folder for folder in Path("/proc").iterdir() if folder.name.isdigit()]
         members = []
-        for folder in folders:
+        for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended in the meantime
                 # The name, in brackets, may hold anything; group is the third field after it.
                 fields = (folder / "stat").read_text().rpartition(")")[2].split()

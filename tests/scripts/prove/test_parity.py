@@ -12,6 +12,7 @@ import pytest
 
 from scripts.commands import parity as command
 from scripts.prove import parity
+from scripts.prove.environment import Environment
 from scripts.prove.parity import Comparison, compared, differences, read_rows
 from scripts.system.console import out
 from scripts.system.errors import CheckFailedError, UsageError
@@ -150,6 +151,7 @@ def test_rows_are_read_as_far_as_the_side_got(tmp_path: Path) -> None:
 class FakeEnvironment:
     release = "0.20.2"
     python = Path("python")
+    install_into = Environment.install_into
 
     def variables(self, shadow: Path) -> dict[str, str]:
         return {"PYTHONPATH": str(shadow)}
@@ -194,7 +196,7 @@ def test_clients_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (tmp_path / "clients").mkdir()
         calls.append(words)
 
-    monkeypatch.setattr(parity, "run", run)
+    monkeypatch.setattr("scripts.prove.environment.run", run)
     environment: Any = FakeEnvironment()
     for _ in range(2):
         assert parity._clients(environment, tmp_path / "clients") == tmp_path / "clients"
