@@ -14,6 +14,7 @@ from scripts.patchset.documents import documents
 from scripts.patchset.hooks import logic_in_hooks
 from scripts.patchset.overlay import overlay_files, scope_of, stamp_all, uses
 from scripts.patchset.patch import Patch, apply_patches, read_patch
+from scripts.patchset.pins import PINS
 from scripts.patchset.registry import REGISTRY, Registry, load_registry
 from scripts.patchset.series import Series, carried_releases, patch_files, there_is
 from scripts.project import OVERLAY, PATCHES, REPORTS, ROOT, project
@@ -79,7 +80,7 @@ def _strays(registry: Registry) -> Iterator[str]:
     """Yield what lies below `patches/` and would never be applied."""
     known = {path for fix in registry.fixes.values() for path in patch_files(fix).values()}
     for path in sorted(PATCHES.rglob("*")):
-        if path.is_file() and path not in known | {REGISTRY, LOCK}:
+        if path.is_file() and path not in known | {REGISTRY, LOCK, PINS}:
             yield f"patches/{path.relative_to(PATCHES)}: is the patch of no fix of fixes.toml"
 
 

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
 
 from scripts.patchset.overlay import Scope, needed_scope, scope_of, uses
-from scripts.patchset.registry import Fix, Registry, Unpatched
+from scripts.patchset.pins import load_pins
+from scripts.patchset.registry import Registry, Unpatched
 from scripts.patchset.series import carried_releases, there_is
 from scripts.project import OVERLAY, ROOT
 
 README = ROOT / "README.md"
 FIXES = ROOT / "docs" / "fixes.md"
 MODULES = ROOT / "docs" / "overlay.md"
-_MARKED = re.compile(r"(<!-- matrix.*?-->\n).*?(<!-- end of matrix -->\n)", re.DOTALL)
+_MARKED = re.compile(r"(<!-- (matrix|pins).*?-->\n).*?(<!-- end of \2 -->\n)", re.DOTALL)
 
 
 def documents(registry: Registry) -> dict[Path, str]:
@@ -33,9 +35,9 @@ def documents(registry: Registry) -> dict[Path, str]:
     }
     held = {release: {patch.fix_id for patch in each} for release, each in patches.items()}
     readme = README.read_text(encoding="utf-8")
-    table = _table(registry, held)
+    tables = {"matrix": partial(_table, registry, held), "pins": partial(_pins, list(held))}
     return {
-        README: _MARKED.sub(lambda match: match[1] + table + match[2], readme),
+        README: _MARKED.sub(lambda match: match[1] + tables[match[2]]() + match[3], readme),
         FIXES: _details(registry, held),
         MODULES: _modules(registry, needed, {path: scope for path, (_, scope) in scopes.items()}),
         **{
@@ -47,20 +49,22 @@ def documents(registry: Registry) -> dict[Path, str]:
 
 
 def _table(registry: Registry, held: dict[str, set[str]]) -> str:
-    rows = [
-        f"| fix | without it | {' | '.join(held)} |",
-        f"|---|---|{'---|' * len(held)}",
-    ]
+    rows = ["| fix | without it | ✓ patched | ● open |", "|---|---|---|---|"]
+    releases = list(held)
     for fix in registry.fixes.values():
-        cells = " | ".join(_cell(fix, release, ids) for release, ids in held.items())
+        patched = [release for release, ids in held.items() if fix.id in ids]
+        left = [one for one in releases if one not in patched and fix.unpatched_on(one)]
+        cells = " | ".join(_extent(among, releases) for among in (patched, left))
         rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {fix.headline} | {cells} |")
     return "\n".join(rows) + "\n"
 
 
-def _cell(fix: Fix, release: str, held: set[str]) -> str:
-    if fix.id in held:
-        return "✓"
-    return "●" if fix.unpatched_on(release) else "-"
+def _pins(carried: Sequence[str]) -> str:
+    rows = ["| vLLM | shipped by | |", "|---|---|---|"]
+    for release, pins in load_pins().items():
+        names = ", ".join(pin.link for pin in pins)
+        rows.append(f"| {release} | {names} | {'✓' if release in carried else 'not yet'} |")
+    return "\n".join(rows) + "\n"
 
 
 def _details(registry: Registry, held: dict[str, set[str]]) -> str:
@@ -141,19 +145,24 @@ def _needing(registry: Registry, needed: Mapping[str, Sequence[str]]) -> str:
     for fix_id in registry.fixes:
         among = [release for release in releases if fix_id in needed[release]]
         if among:
-            named.append(f"{fix_id}{_span(among, releases)}")
+            where = "" if among == releases else f" ({_extent(among, releases)})"
+            named.append(f"{fix_id}{where}")
     return ", ".join(named)
 
 
-def _span(among: Sequence[str], releases: Sequence[str]) -> str:
-    """Say which of `releases` are `among` them, in brackets; nothing where all are."""
+def _extent(among: Sequence[str], releases: Sequence[str]) -> str:
+    """Say which of `releases` are `among` them."""
+    if not among:
+        return "-"
     start = releases.index(among[0])
     if among != releases[start : start + len(among)]:
-        return f" ({', '.join(among)})"
+        return ", ".join(among)
     if len(among) == len(releases):
-        return ""
+        return "all"
+    if len(among) == 1:
+        return among[0]
     if start == 0:
-        return f" (up to {among[-1]})"
+        return f"up to {among[-1]}"
     if among[-1] == releases[-1]:
-        return f" (from {among[0]} on)"
-    return f" ({among[0]} to {among[-1]})"
+        return f"from {among[0]} on"
+    return f"{among[0]} to {among[-1]}"

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from scripts.patchset import patch
 from scripts.patchset.patch import apply_patches
+from scripts.patchset.pins import load_pins
 from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series, carried_releases, load_series
 from scripts.project import REPORTS, ROOT
@@ -283,7 +284,8 @@ def write(cells: dict[str, dict[str, Cell]], registry: Registry) -> None:
         release: {fix_id: vars(cell) for fix_id, cell in row.items()}
         for release, row in cells.items()
     }
-    texts = {path: make(rows, registry) for path, make in PAGES.items()}
+    pins = load_pins()
+    texts = {path: make(rows, registry, pins) for path, make in PAGES.items()}
     texts[REPORT] = json.dumps(rows, indent=1) + "\n"
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,15 @@ the only difference. Every cell of the HTML page leads to what was seen, on the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from scripts.patchset.pins import Pin
 from scripts.patchset.registry import Registry
 
 Rows = dict[str, dict[str, dict[str, Any]]]
+Pins = Mapping[str, Sequence[Pin]]
 
 SYMBOLS = {
     "patched": "✓",
@@ -39,8 +41,14 @@ COLOURS = {
 _HINT = "not proven: from the texts, or from a run before something changed"
 
 
-def as_markdown(rows: Rows, registry: Registry) -> str:
-    """Return the matrix as Markdown; `rows` is release → fix → the cell's fields."""
+def as_markdown(rows: Rows, registry: Registry, pins: Pins) -> str:
+    """Return the matrix as Markdown.
+
+    Args:
+        rows: Release → fix → the cell's fields.
+        registry: The fixes.
+        pins: Release → the products that ship it.
+    """
     fixes = list(registry.fixes)
     head = " | ".join(f"[{fix_id}](fixes.md#{fix_id.lower()})" for fix_id in fixes)
     lines = [
@@ -53,12 +61,13 @@ def as_markdown(rows: Rows, registry: Registry) -> str:
         _summary(rows) + " What was seen is in `records/proofs/`; `nox -s status` shows it behind "
         "each cell of `reports/status.html`.",
         "",
-        f"| release | {head} |",
-        f"|---|{'---|' * len(fixes)}",
+        f"| release | {head} | shipped by |",
+        f"|---|{'---|' * len(fixes)}---|",
     ]
     for release, row in reversed(rows.items()):
         cells = " | ".join(_marked(row[fix_id]) for fix_id in fixes)
-        lines.append(f"| {release} | {cells} |")
+        names = ", ".join(pin.link for pin in pins.get(release, []))
+        lines.append(f"| {release} | {cells} | {names} |")
     return "\n".join(lines) + "\n"
 
 
@@ -72,14 +81,14 @@ def _summary(rows: Rows) -> str:
     return f"{sum(cell['proven'] for cell in cells)} of {len(cells)} cells are proven by tests."
 
 
-def as_html(rows: Rows, registry: Registry) -> str:
-    """Return the matrix as one page that needs no other file; `rows` as for `as_markdown`."""
+def as_html(rows: Rows, registry: Registry, pins: Pins) -> str:
+    """Return the matrix as one page that needs no other file; arguments as for `as_markdown`."""
     fixes = list(registry.fixes)
     heads = "".join(f'<th scope="col"><a href="#fix-{i}"><span>{i}</span></a></th>' for i in fixes)
     body = "".join(
         f'<tr><th scope="row"><a href="#{release}">{release}</a></th>'
         + "".join(f"<td>{_link(release, fix_id, row[fix_id])}</td>" for fix_id in fixes)
-        + "</tr>\n"
+        + f"<td>{_products(pins.get(release, []))}</td></tr>\n"
         for release, row in reversed(rows.items())
     )
     legend = "".join(
@@ -107,7 +116,7 @@ def as_html(rows: Rows, registry: Registry) -> str:
 <h1 id="top">Where each fix stands</h1>
 <p>{_summary(rows)} Touch a cell to see what was seen.</p>
 <div class="matrix" tabindex="0"><table>
-<thead><tr><th scope="col">vLLM</th>{heads}</tr></thead>
+<thead><tr><th scope="col">vLLM</th>{heads}<th scope="col">shipped by</th></tr></thead>
 <tbody>
 {body}</tbody></table></div>
 <ul>
@@ -118,6 +127,11 @@ def as_html(rows: Rows, registry: Registry) -> str:
 {names}</dl>
 {evidence}</body></html>
 """
+
+
+def _products(pins: Sequence[Pin]) -> str:
+    links = (f'<a class="product" href="{escape(p.source)}">{escape(p.product)}</a>' for p in pins)
+    return ", ".join(links)
 
 
 def _link(release: str, fix_id: str, cell: Mapping[str, Any]) -> str:
@@ -164,6 +178,7 @@ thead span{writing-mode:vertical-rl;transform:rotate(180deg)}
 thead a,tbody th a{color:#000;text-decoration:none}
 td a,h3 a,li b{display:block;box-sizing:border-box;min-width:26px;height:28px;line-height:24px;
 text-align:center;text-decoration:none;border:2px solid;border-radius:4px;font-weight:700}
+td a.product{all:revert;line-height:28px}
 h3 a,li b{display:inline-block}
 h3{font-size:1rem;margin:1rem 0 .25rem}
 article{border-top:1px solid #ccc}

@@ -174,6 +174,7 @@ def small(folder: Path) -> Checkout:
         write(checkout.patches, {patch.name: (folder / patch.name).read_bytes()})
     carried(checkout, "0.20.2")
     (checkout.patches / "fixes.toml").write_text(registry_text(toys.REGISTRY), encoding="utf-8")
+    (checkout.patches / "pins.toml").write_text("")
     files = {
         "vllm-0.20.2.tar.gz": sdist_bytes(toys.FILES, "0.20.2"),
         wheel_name(): wheel_bytes(toys.FILES),

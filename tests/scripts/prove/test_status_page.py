@@ -15,11 +15,18 @@ from typing import Any
 
 import pytest
 
+from scripts.patchset.pins import Pin
 from scripts.patchset.registry import Registry
 from scripts.prove.status_page import COLOURS, SYMBOLS, as_html, as_markdown
 from tests.scripts import toys
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "google-chrome", "chrome"))), None)
+PINS = {
+    "0.18.1": [
+        Pin("A & B 1", "0.18.1", "https://example.org/1?a&b"),
+        Pin("C", "0.18.1", "https://example.org/2"),
+    ]
+}
 RELEASES = [f"0.{minor}.{micro}" for minor in range(18, 34) for micro in (0, 1)]
 # How the three kinds of dichromats see linear RGB (Machado, Oliveira and Fernandes 2009).
 EYES = {
@@ -72,32 +79,37 @@ class Reader(HTMLParser):
 
 
 def test_every_cell_leads_to_what_was_seen() -> None:
-    found = Reader(as_html(rows(), registry())).found
+    found = Reader(as_html(rows(), registry(), PINS)).found
     ids = [attributes["id"] for _, attributes in found if "id" in attributes]
     assert len(ids) == len({*ids})
     links = [str(attributes["href"]) for tag, attributes in found if tag == "a"]
     assert {link[1:] for link in links if link.startswith("#")} <= {*ids}
+    assert {"https://example.org/1?a&b", "https://example.org/2"} <= {*links}
     for release, fix_id in itertools.product(RELEASES, registry().fixes):
         assert f"#{release}-{fix_id}" in links
 
 
 def test_the_page_needs_no_other_file_and_no_script() -> None:
-    found = Reader(as_html(rows(), registry())).found
+    found = Reader(as_html(rows(), registry(), PINS)).found
     assert not {tag for tag, _ in found} & {"script", "img", "link", "iframe"}
     assert not [attributes for _, attributes in found if "src" in attributes]
-    assert "url(" not in as_html(rows(), registry())
-    assert "@import" not in as_html(rows(), registry())
+    assert "url(" not in as_html(rows(), registry(), PINS)
+    assert "@import" not in as_html(rows(), registry(), PINS)
 
 
 def test_what_tests_said_is_text_and_not_markup() -> None:
-    assert "assert &lt;a&gt; &amp; &#x27;b&#x27; == 2" in as_html(rows(), registry())
+    assert "assert &lt;a&gt; &amp; &#x27;b&#x27; == 2" in as_html(rows(), registry(), PINS)
 
 
 def test_markdown_has_a_row_for_each_release_and_marks_hints() -> None:
-    lines = as_markdown(rows(), registry()).splitlines()
+    lines = as_markdown(rows(), registry(), PINS).splitlines()
     table = [line for line in lines if re.match(r"\| \d", line)]
     assert [line.split()[1] for line in table] == RELEASES[::-1]
     assert table[-1].startswith("| 0.18.0 | ✓ | (✓) | ● | (●) | ↑ | (↑) | - | (-) | ? | ? |")
+    assert lines[-2].endswith(
+        " | [A & B 1](https://example.org/1?a&b), [C](https://example.org/2) |"
+    )
+    assert lines[-1].endswith(" |  |")
 
 
 def linear(colour: str) -> list[float]:
@@ -168,7 +180,7 @@ window.backgrounds = new Set([...document.querySelectorAll("td a:not(.hint)")].m
 @pytest.mark.parametrize("width", [360, 1280])
 def test_a_browser_shows_it_on_a_phone_and_on_a_desk(tmp_path: Path, width: int) -> None:
     page = tmp_path / "status.html"
-    text = as_html(rows(), registry())
+    text = as_html(rows(), registry(), PINS)
     page.write_text(text.replace("</body>", f"{BEFORE}{MEASURE}</body>"), encoding="utf-8")
     # A window cannot be as narrow as a phone, but a frame in it can.
     frame = tmp_path / "frame.html"
