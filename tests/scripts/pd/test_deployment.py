@@ -111,15 +111,22 @@ def test_a_release_without_a_pinned_wheel_is_refused() -> None:
     assert "0.20.2" in error.value.expected
 
 
-def test_torch_is_ours_and_extras_are_nobodys() -> None:
+def test_torch_is_the_plain_one_and_extras_are_nobodys() -> None:
     metadata = b"""\
 Requires-Dist: torch==2.11.0+cpu; platform_machine != "none"
+Requires-Dist: torch==2.11.0; platform_machine == "none"
 Requires-Dist: torchvision
+Requires-Dist: torchaudio
 Requires-Dist: regex
 Requires-Dist: scipy; extra == "audio"
 Requires-Dist: six; python_version > "3"
 """
-    assert _requirements(metadata) == ["regex", 'six; python_version > "3"']
+    assert _requirements(metadata) == [
+        "torch==2.11.0",
+        "torchvision",
+        "regex",
+        'six; python_version > "3"',
+    ]
 
 
 def test_the_picture_has_the_same_bytes_each_time(tmp_path: Path) -> None:
