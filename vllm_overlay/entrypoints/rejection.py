@@ -10,7 +10,7 @@ another request can succeed (see `vllm_overlay.entrypoints.verdict`)? Then, and 
 prefill server hears of it. In every other case its own lease decides, as without this module.
 
 Telling it makes this server connect to a host that the client names. vLLM lets clients without
-the API key reach /invocations, and up to 0.22 /inference/v1/generate; nothing is told for them
+the API key reach /invocations, and up to 0.21.0 /inference/v1/generate; nothing is told for them
 where a key is configured.
 """
 
@@ -103,7 +103,7 @@ class KVTransferRoute(APIRoute):
                     or not await _answer_refusal(scope, receive, send_and_note, error)
                 ):
                     raise
-            # From 0.21 to 0.22 /v1/messages makes a 500 of what its handler refuses, and stock
+            # From 0.21.0 to 0.27.1 /v1/messages makes a 500 of what its handler refuses, and stock
             # frees the blocks all the same: the request cannot be served by sending it again.
             final = verdict.is_final or (verdict.is_fault and exchange.refused)
             if final and (params := self._waiting(body)) is not None:
@@ -129,7 +129,7 @@ def _transferring_engine(scope: Scope) -> EngineClient | None:
 async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exception) -> bool:
     """Answer `error` as the application would, if that is a refusal; return whether it was.
 
-    Up to 0.22 vLLM has one handler for all such errors. Starlette raises what that one answers
+    Up to 0.25.1 vLLM has one handler for most such errors. Starlette raises what that one answers
     once more, and the HTTP server then closes the connection without having said so. A router
     that has put its next request on it loses that, and a prefill server keeps blocks for a
     request that never gets here. (Upstream registers the classes of refusals since.)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.22.1: rejections as the handlers of the OpenAI-style endpoints see them."""
+"""Up to 0.23.0: rejections as the handlers of the OpenAI-style endpoints see them."""
 
 from __future__ import annotations
 

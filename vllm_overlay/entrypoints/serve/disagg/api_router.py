@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All releases: where /inference/v1/generate has parameters; up to 0.22.1 its route."""
+"""All releases: where /inference/v1/generate has parameters; up to 0.23.0 its route."""
 
 from __future__ import annotations
 

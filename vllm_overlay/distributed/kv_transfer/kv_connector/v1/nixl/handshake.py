@@ -43,7 +43,8 @@ _OF_ENGINES = (
 """The worker's tables by engine id, as far as a release has them."""
 
 _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
-"""The topology's, up to 0.22.1."""
+"""The topology's, up to 0.23.0. There an engine's key says its pipeline stage too, which for NIXL is
+always the first."""
 
 
 def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
@@ -126,7 +127,8 @@ def forget(worker: _Worker, engine_id: str) -> None:
         topology.unregister_remote_engine(engine_id)
         return
     for table in _OF_TOPOLOGY:
-        getattr(topology, table, {}).pop(engine_id, None)
+        for key in (engine_id, (engine_id, 0)):
+            getattr(topology, table, {}).pop(key, None)
 
 
 def _give_back(release: Callable[[Any], None], what: object) -> None:

@@ -124,8 +124,8 @@ class TestRemoteKernelBlockIds:
 
 
 @pytest.mark.skipif(
-    not hasattr(NixlConnectorWorker, "_logical_to_remote_kernel_block_ids"),
-    reason="upstream's own from 0.24.0 on",
+    getattr(NixlConnectorWorker, "_apply_prefix_caching", None) is not blocks.apply_prefix_caching,
+    reason="upstream's own from 0.23.0 on",
 )
 class TestApplyPrefixCaching:
     def test_group_fully_cached(self) -> None:

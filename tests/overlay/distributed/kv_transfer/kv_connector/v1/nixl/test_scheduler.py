@@ -6,6 +6,7 @@ How single fields are judged is in test_params.py; what a user sees is in test_k
 from __future__ import annotations
 
 import functools
+import inspect
 import itertools
 import logging
 from typing import Any
@@ -13,7 +14,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support import decode_engine
 from tests.support.idle_engine import IdleEngine
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import PACKED, GroupKind, connect, nixl_of
@@ -148,10 +152,15 @@ def test_a_sliding_window_hands_out_its_window() -> None:
 
 
 @pytest.mark.parametrize(("theirs", "reads"), [(3, 1), (2, 0)])
-def test_each_group_counts_in_blocks_of_its_own_size(theirs: int, reads: int) -> None:
+def test_each_group_counts_in_blocks_of_its_own_size(
+    theirs: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """80 tokens are five blocks of 16 and three of 32."""
     if PACKED:
         pytest.skip("the scheduler wants a hash for each size of blocks, from 0.29.0 on")
+    if "scheduler_block_size" in inspect.signature(KVCacheManager).parameters:  # since 0.23.0
+        sizes: dict[str, Any] = {"block_size": 32, "hash_block_size": 16}
+        monkeypatch.setattr(decode_engine, "Scheduler", lambda **most: Scheduler(**most | sizes))
     engine = IdleEngine(groups=("full", "wide"))
     connect(engine.worker, "P")
     engine.ask("good", range(80), [[1, 2, 3, 4, 5], [6, 7, 8][:theirs]])
