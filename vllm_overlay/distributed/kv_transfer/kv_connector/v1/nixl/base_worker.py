@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
 
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import GuardedReceives
+
 
 def count_later(worker: NixlBaseConnectorWorker) -> None:
     """Count a failed handshake; called by its thread, which must not touch the statistics."""
@@ -32,6 +34,10 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
 
     Its KV is there, whatever happens to telemetry or handle.
     """
+    receives: GuardedReceives | None = vars(worker).get("_receives")  # to 0.29.0, in a pull
+    if receives is not None:
+        receives.read_done(req_id, handle)
+        return
     try:
         worker.xfer_stats.record_transfer(worker.nixl_wrapper.get_xfer_telemetry(handle))
     except Exception as error:
