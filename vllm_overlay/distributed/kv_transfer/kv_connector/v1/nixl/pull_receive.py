@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.29.0: the receives of `receive`, in a worker that shares most of itself with one that pushes.
+"""0.24.0 to 0.29.0: the receives of `receive`, in a worker that pulls and not in one that pushes.
 
-What both share stays as it is: it polls reads, drains `_failed_recv_reqs`, and reports what is in
-there as failed. A worker that pulls has its `Receives` decide what gets there, and when.
+Both share a part that polls reads, drains `_failed_recv_reqs` and reports what is in there as
+failed. It stays as it is; a worker that pulls has its `Receives` decide what gets there, and when.
 """
 
 from __future__ import annotations

@@ -22,6 +22,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     release_all,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     tell as tell,  # a hook takes it from here
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
