@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
 
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import GuardedReceives
+
 
 def count_later(worker: NixlBaseConnectorWorker) -> None:
     """Count a failed handshake; called by its thread, which must not touch the statistics."""
@@ -32,12 +34,25 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
 
     Its KV is there, whatever happens to telemetry or handle.
     """
+    receives: GuardedReceives | None = vars(worker).get("_receives")  # to 0.29.0, in a pull
+    if receives is not None:
+        receives.read_done(req_id, handle)
+        return
     try:
         worker.xfer_stats.record_transfer(worker.nixl_wrapper.get_xfer_telemetry(handle))
     except Exception as error:
         worker._log_failure(failure_type="telemetry_failed", req_id=req_id, error=error)
         worker.xfer_stats.record_failed_transfer()
     release(worker, req_id, handle)
+
+
+def tell(worker: NixlBaseConnectorWorker, agent: str, word: bytes, req_id: ReqId) -> None:
+    """Notify a rank of the peer; one that cannot be notified keeps its blocks until its timeout."""
+    try:
+        worker.nixl_wrapper.send_notif(agent, notif_msg=word)
+    except Exception as error:
+        worker._log_failure("notification_failed", req_id, error=error, remote_agent_name=agent)
+        worker.xfer_stats.record_failed_notification()
 
 
 def release(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:

@@ -34,8 +34,8 @@ _OF_ENGINES = (
     "dst_num_blocks",
     "_physical_blocks_per_logical",  # 0.20.x
     "tp_mappings",  # from 0.21.0 on
-    "draft_tp_mappings",  # 0.33.0, as all below
-    "dst_region_num_blocks",
+    "draft_tp_mappings",  # from 0.33.0 on
+    "dst_region_num_blocks",  # from 0.30.0 on, as all below
     "dst_region_group_ids",
     "dst_region_mem_types",
     "dst_uses_region_group_mapping",

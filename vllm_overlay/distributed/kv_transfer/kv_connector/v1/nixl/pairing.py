@@ -53,8 +53,7 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
     """
     if worker._TRANSFER_MODE != "pull":
         return
-    theirs = worker.dst_region_group_ids[peer.engine_id]
-    if worker.region_group_ids and worker.region_group_ids != theirs:
+    if _grouped_otherwise(worker, peer):
         return
     refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
     specs = [group.kv_cache_spec for group in worker.kv_cache_config.transfer_groups]
@@ -64,6 +63,14 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
             f"tokens, this engine of {worker.block_size}, and not every layer keeps the whole "
             "prompt. Start prefill and decode with the same --block-size."
         )
+
+
+def _grouped_otherwise(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> bool:
+    """Whether regions belong to other groups on P than here; up to 0.29.0 they cannot."""
+    if not hasattr(worker, "dst_region_group_ids"):
+        return False
+    theirs = worker.dst_region_group_ids[peer.engine_id]
+    return bool(worker.region_group_ids and worker.region_group_ids != theirs)
 
 
 def refuse_pusher(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
@@ -77,7 +84,7 @@ def refuse_pusher(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
         RuntimeError: see `refuse_unpairable_hybrid`; or the ratios differ, or the kernel blocks:
             larger ones of P end our engine once they have been written, smaller ones P refuses.
     """
-    theirs = peer.region_group_ids
+    theirs = getattr(peer, "region_group_ids", None)  # from 0.30.0 on
     if theirs is not None and worker.region_group_ids != theirs:
         return
     refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]

@@ -20,7 +20,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import release_all
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+    release_all,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
+    tell as tell,  # a hook takes it from here
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
     notifications as notifications,  # a hook takes it from here
 )
@@ -70,6 +75,19 @@ def fails_its_request(read: _ReadBlocks) -> _ReadBlocks:
             return False
 
     return wrapper
+
+
+def read_ready(worker: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
+    """Post the reads of a request whose handshake has ended; shake hands again where it must.
+
+    For 0.30.0. A handshake is known to have ended before its agents are entered: for that its
+    thread needs a lock that the main thread may hold. From 0.31.0 on upstream does the same.
+    """
+    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+    if meta.remote.engine_id in worker._remote_agents:
+        worker._read_blocks_for_req(req_id, meta)
+    else:
+        worker._background_nixl_handshake(req_id, meta.remote.engine_id, meta)
 
 
 # ---------------------------------------------------------------- K01
@@ -147,15 +165,14 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
         req_id: str,
         handle: TransferHandle | None,
         failed_req_ids: set[str] | None = None,
-        record_failed_transfer: bool = True,
+        *counted: bool,  # whether to count it: from 0.31.0 on
+        **named: bool,
     ) -> bool:
         reads = self._reads.get(req_id)
         if reads is not None and handle in reads.rank:
             # A rank that is read in two parts (mixed memory) is told when both have arrived.
             reads.unread.add(reads.rank[handle])
-        return super()._handle_failed_transfer(
-            req_id, handle, failed_req_ids, record_failed_transfer
-        )
+        return super()._handle_failed_transfer(req_id, handle, failed_req_ids, *counted, **named)
 
     def get_transfer_results(self) -> KVConnectorTransferResults:
         """Report what has ended; tell P of what has failed."""
@@ -167,21 +184,17 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
         return results
 
     def _tell(self, req_id: ReqId, reads: _Reads) -> None:
-        if reads.remote.engine_id in self._invalid_remote_engines:
-            return  # NIXL knows this peer no more; nothing can be sent before it shakes hands again
+        # From 0.32.0 on: NIXL knows such a peer no more, so nothing can be sent before it shakes
+        # hands again. Earlier ones go on with what they have, and a notification may fail.
+        if reads.remote.engine_id in vars(self).get("_invalid_remote_engines", ()):
+            return
         # A client may have made up an id that is no text; P does not know it anyhow.
         word = f"{reads.remote.request_id}:{reads.readers}".encode(errors="replace")
         # Not by index: that would make the engine look connected.
         for rank, agent in self._remote_agents.get(reads.remote.engine_id, {}).items():
             if rank in reads.told and rank not in reads.unread:
                 continue
-            try:
-                self.nixl_wrapper.send_notif(agent, notif_msg=word)
-            except Exception as error:
-                self._log_failure(
-                    "notification_failed", req_id, error=error, remote_agent_name=agent
-                )
-                self.xfer_stats.record_failed_notification()
+            tell(self, agent, word, req_id)
 
 
 def notes_who_is_told(read: _ReadBlocks) -> _ReadBlocks:

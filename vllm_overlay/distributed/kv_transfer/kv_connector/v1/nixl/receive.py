@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.29.0: how the receive of a request's KV fails on D, and how nothing else does.
+"""All releases: how the receive of a request's KV fails on D, and how nothing else does.
 
 The life of one receive, which the scheduler asks for in `start_load_kv` and awaits in
 `get_finished`::
@@ -37,7 +37,7 @@ from __future__ import annotations
 
 import queue
 import time
-from collections.abc import Iterable, Set
+from collections.abc import Callable, Iterable, Set
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -54,6 +54,12 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 logger = init_logger(f"vllm.{__name__}")
+
+_Transfers = dict[str, list[Any]]
+"""The reads in flight, by receive: `_recving_transfers`."""
+
+_Rank = Any
+"""P's tensor rank; from 0.24.0 on after its pipeline rank."""
 
 REMINDER_SECONDS = 60.0
 """Between two log lines about the same handle that NIXL does not release."""
@@ -74,7 +80,7 @@ class FailedReceive:
     def __init__(self, meta: ReqMeta, polled: bool) -> None:
         self.meta = meta
         self.polled = polled
-        self.unread: set[int] = set()
+        self.unread: set[_Rank] = set()
 
 
 class Receives:
@@ -201,11 +207,15 @@ class Receives:
 
     # From get_finished.
 
-    def pop_ended(self) -> set[ReqId]:
-        """Take the receives that are to be reported now, received or failed."""
+    def pop_ended(self, poll: Callable[[_Transfers], set[ReqId]] | None = None) -> set[ReqId]:
+        """Take the receives that are to be reported now, received or failed.
+
+        `poll` takes those of which no read is in flight any more; the worker's own by default.
+        """
         # Runs in every engine step, and mostly there is nothing to do.
         transfers = self._worker._recving_transfers
-        ended = self._worker._pop_done_transfers(transfers) if transfers else set()
+        poll = poll or self._worker._pop_done_transfers
+        ended = poll(transfers) if transfers else set()
         if self._failed_handshakes.queue:  # as empty() would say, without its lock
             self.invalidate_unconnected()
         if self._failed:
@@ -344,11 +354,11 @@ class GuardedReceives(AwaitedReceives):
             self._unreleased.setdefault(req_id, []).append(handle)
             self._next_reminder = time.monotonic() + REMINDER_SECONDS
 
-    def pop_ended(self) -> set[ReqId]:
+    def pop_ended(self, poll: Callable[[_Transfers], set[ReqId]] | None = None) -> set[ReqId]:
         """Take the receives that are to be reported now, received or failed."""
         if self._unreleased:
             self._release_again()
-        ended = super().pop_ended()
+        ended = super().pop_ended(poll)
         return ended - self._unreleased.keys() if self._unreleased else ended
 
     def _release_again(self) -> None:
@@ -418,11 +428,24 @@ class ToldReceives(GuardedReceives):
 
     def __init__(self, worker: NixlConnectorWorker) -> None:
         super().__init__(worker)
-        self._rank_read: dict[TransferHandle, int] = {}  # of the reads in flight
+        self._rank_read: dict[TransferHandle, _Rank] = {}  # of the reads in flight
+        self._told: dict[ReqId, set[_Rank]] = {}  # before the last read of the receive
 
-    def read_posted(self, handle: TransferHandle, rank: int) -> None:
+    def read_posted(self, handle: TransferHandle, rank: _Rank) -> None:
         """Remember which rank of P a read is from."""
         self._rank_read[handle] = rank
+
+    def told(self, req_id: ReqId, rank: _Rank) -> None:
+        """Remember a rank of P that has nothing for us and was told so, while others are read."""
+        self._told.setdefault(req_id, set()).add(rank)
+
+    def pop_ended(self, poll: Callable[[_Transfers], set[ReqId]] | None = None) -> set[ReqId]:
+        """Take the receives that are to be reported now, received or failed."""
+        ended = super().pop_ended(poll)
+        if self._told:
+            for req_id in ended:
+                self._told.pop(req_id, None)
+        return ended
 
     def read_done(self, req_id: ReqId, handle: TransferHandle) -> None:
         """Record a read that completed, and give its handle back."""
@@ -442,23 +465,30 @@ class ToldReceives(GuardedReceives):
         if meta.local_block_ids:
             # Every rank that this worker shook hands with, but those whose read was posted.
             reading = {self._rank_read.get(handle) for handle in self._reads_in_flight(req_id)}
+            reading |= self._told.get(req_id, set())
             self._leave_unread(req_id, self._agents(meta).keys() - reading)
 
-    def _leave_unread(self, req_id: ReqId, ranks: Set[int]) -> None:
+    def _leave_unread(self, req_id: ReqId, ranks: Set[_Rank]) -> None:
         if req_id in self._failed:
             self._failed[req_id].unread |= ranks
 
     def _report(self, req_id: ReqId, failed: FailedReceive) -> None:
         super()._report(req_id, failed)
         assert failed.meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-        text = f"{failed.meta.remote.request_id}:{self._worker.world_size}"
+        text = f"{failed.meta.remote.request_id}:{self._readers(failed.meta.remote.engine_id)}"
         # A client may have made up an id that is no text; P does not know it anyhow.
         notification = text.encode(errors="replace")
         for rank, agent in self._agents(failed.meta).items():
             if rank in failed.unread:
                 self.tell(agent, notification, req_id)
 
-    def _agents(self, meta: ReqMeta) -> dict[int, str]:
+    def _readers(self, engine_id: str) -> int:
+        """How many of our ranks P's ranks wait for; 0.29.0 works it out for each peer."""
+        plan = vars(self._worker).get("tp_mappings", {}).get(engine_id)
+        readers: int = getattr(plan, "local_consumers", self._worker.world_size)
+        return readers
+
+    def _agents(self, meta: ReqMeta) -> dict[_Rank, str]:
         """P's agents by rank; none while there was no handshake."""
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         # Not by index: that would make the engine look connected.

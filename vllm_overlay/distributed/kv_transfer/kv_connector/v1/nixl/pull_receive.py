@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0.24.0 to 0.29.0: the receives of `receive`, in a worker that pulls and not in one that pushes.
+
+Both share a part that polls reads, drains `_failed_recv_reqs` and reports what is in there as
+failed. It stays as it is; a worker that pulls has its `Receives` decide what gets there, and when.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
+    notifications as notifications,  # a hook takes it from here
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        ReqId,
+        ReqMeta,
+        TransferHandle,
+    )
+
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
+        GuardedReceives,
+        Receives,
+        ToldReceives,
+    )
+
+_Worker = Any
+"""`NixlPullConnectorWorker`, as hooks have made it."""
+
+_ReadBlocks = Callable[..., None]
+
+
+# ---------------------------------------------------------------- 40364
+
+
+class TakesReceives(NixlBaseConnectorWorker):
+    """A base for `NixlPullConnectorWorker`, which makes its `_receives`."""
+
+    _receives: Receives
+
+    def _pop_done_transfers(self, transfers: dict[str, list[TransferHandle]]) -> set[ReqId]:
+        ended = self._receives.pop_ended(super()._pop_done_transfers)
+        for req_id in self._receives.pop_failed(ended):
+            self._failed_recv_reqs.put(req_id)
+        return ended
+
+    def _handle_failed_transfer(self, req_id: ReqId, handle: TransferHandle | None) -> None:
+        self._receives.fail(req_id, handle)
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return blocks that are invalid since the last call, also those of failed handshakes."""
+        self._receives.invalidate_unconnected()
+        return super().get_block_ids_with_load_errors()
+
+
+def start_ready(worker: _Worker, req_id: ReqId, meta: ReqMeta) -> None:
+    """Start a receive whose handshake has ended; shake hands again where it must.
+
+    A handshake is known to have ended before its agents are entered: for that its thread needs a
+    lock that the main thread may hold. And an engine may be evicted before its blocks are read.
+    """
+    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+    if meta.remote.engine_id in worker._remote_agents:
+        worker._receives.start(req_id, meta)
+    else:
+        worker._background_nixl_handshake(req_id, meta.remote.engine_id, meta)
+
+
+# ---------------------------------------------------------------- K09
+
+
+class GuardsReceives(NixlBaseConnectorWorker):
+    """A base for `NixlPullConnectorWorker`: a handle that NIXL keeps does not stop a shutdown."""
+
+    def shutdown(self) -> None:
+        """Shut down, whatever becomes of the reads that are left."""
+        receives: GuardedReceives | None = vars(self).get("_receives")
+        if receives is not None:
+            receives.release_all()
+            self._recving_transfers.clear()
+        super().shutdown()
+
+
+# ---------------------------------------------------------------- K08
+
+
+def notes_reads(read: _ReadBlocks) -> _ReadBlocks:
+    """Have `_read_blocks` note which rank of P is read, or was told that it need not wait."""
+
+    @functools.wraps(read)
+    def wrapper(self: _Worker, **arguments: Any) -> None:  # noqa: ANN401
+        req_id, rank = arguments["request_id"], (0, arguments["read_spec"].remote_rank)
+        receives: ToldReceives = self._receives
+        before = len(self._recving_transfers.get(req_id, ()))
+        read(self, **arguments)
+        posted = self._recving_transfers.get(req_id, [])[before:]
+        for handle in posted:
+            receives.read_posted(handle, rank)
+        if not posted and req_id in self._recving_transfers:  # else nobody awaits it
+            receives.told(req_id, rank)
+
+    return wrapper
