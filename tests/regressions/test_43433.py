@@ -51,8 +51,9 @@ def test_p_frees_what_has_been_read() -> None:
 
 
 def test_p_frees_what_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "1")
+    monkeypatch.setenv("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "1")  # up to 0.21.0
     engine = IdleEngine()
+    engine.scheduler.connector.connector_scheduler._kv_lease_duration = 1  # later
     free = engine._reusable()
     with IdleCore(engine) as idle:
         idle.call(lambda: prefill(engine, "req-p"))
