@@ -2,9 +2,9 @@
 """Up to 0.21.0: an idle engine core hears when the blocks of finished requests may be freed.
 
 A worker says in a step that a peer has read a request's blocks, that its lease has run out, or that
-the receive of one that was aborted is over. An engine without unfinished requests takes no steps, so
-it keeps those blocks until its next request; a router that goes by the use of the KV cache sends it
-none. Upstream's 0.22.0 takes one step after the other meanwhile; here the core waits, and looks.
+the receive of one that was aborted is over. An engine without unfinished requests takes no steps,
+so it keeps those blocks until its next request; a router that goes by the use of the KV cache sends
+it none. Upstream's 0.22.0 takes one step after the other meanwhile; here the core waits, and looks.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 """All releases: an idle engine core looks whether its connector has something to say.
 
 The core's loop blocks on its input queue while there is no work. It goes on doing so; where a
-connector asks for it (`WantsLooks`), or something else is awaited, the wait has an end, at which one
-step is taken right here, and the wait goes on. Nothing else sees a difference: outside that step the
-engine has no work, so what waits for it to be idle (a pause, sleep, a shutdown, a release of its
-memory) waits no longer, and an idle rank of several in data parallelism takes part in nothing, as in
-the steps that vLLM takes for requests that have finished.
+connector asks for it (`WantsLooks`), or something else is awaited, the wait has an end, at which
+one step is taken right here, and the wait goes on. Nothing else sees a difference: outside that
+step the engine has no work, so what waits for it to be idle (a pause, sleep, a shutdown, a release
+of its memory) waits no longer, and an idle rank of several in data parallelism takes part in
+nothing, as in the steps that vLLM takes for requests that have finished.
 """
 
 from __future__ import annotations

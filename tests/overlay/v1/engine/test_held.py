@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-held = pytest.importorskip("vllm_overlay.v1.engine.held", reason="up to 0.21.0")
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.request import Request
 
 from tests.support.idle_engine import IdleCore, IdleEngine
 from tests.support.nixl_worker import nixl_of
+
+held = pytest.importorskip("vllm_overlay.v1.engine.held", reason="up to 0.21.0")
 
 LOOPS = [EngineCoreProc, DPEngineCoreProc]
 

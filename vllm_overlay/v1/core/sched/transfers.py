@@ -4,8 +4,8 @@
 A request that leaves while its prompt's KV is still received has its blocks written to until the
 worker says that the receive is over. Where a connector saves or sends what finishes (LMCache, an
 offloading connector, NIXL on a prefill server), they are read from until it says that of the send.
-Both may be under way, in any order: with NIXL and a connector that saves in one `MultiConnector`, or
-with one that does both. The scheduler has one flag for the two. It frees the blocks at the first
+Both may be under way, in any order: with NIXL and a connector that saves in one `MultiConnector`,
+or with one that does both. The scheduler has one flag for the two. It frees the blocks at the first
 report, and asserts at the second that it knows the request.
 
 Here each is awaited for itself. What nobody awaits frees nothing and ends nothing: it is logged.

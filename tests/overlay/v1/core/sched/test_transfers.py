@@ -73,7 +73,7 @@ def test_a_request_that_is_sent_after_it_ended_is_freed_once(engine: DecodeEngin
 
 
 def test_the_connector_hears_of_every_report(engine: DecodeEngine) -> None:
-    heard = []
+    heard: list[KVConnectorOutput] = []
     engine.scheduler.connector.update_connector_output = heard.append
     report(engine, finished_sending="nobody")
     assert [output.finished_sending for output in heard] == [{"nobody"}]

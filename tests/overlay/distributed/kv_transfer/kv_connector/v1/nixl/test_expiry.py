@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 expiry = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.expiry", reason="0.22.0 to 0.30.0"
 )
 
-LEASES = st.dictionaries(st.text(max_size=2), st.floats(0, 10))
+LEASES = st.dictionaries(st.sampled_from("abcdef"), st.integers(0, 5))
 
 
-@given(LEASES, st.floats(0, 10))
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(LEASES, st.integers(0, 5))
 def test_whoever_stops_at_the_first_that_lives_has_seen_all_that_do_not(
     leases: dict[str, float], now: float
 ) -> None:

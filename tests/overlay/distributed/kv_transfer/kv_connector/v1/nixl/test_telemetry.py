@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -35,7 +35,7 @@ def nothing(handle: int) -> None:
 
 @pytest.mark.parametrize("says", [nothing, raising(NO_TELEMETRY("off"))], ids=["None", "raises"])
 def test_a_nixl_that_measures_nothing_fails_nothing(
-    worker: NixlConnectorWorker, says: Any
+    worker: NixlConnectorWorker, says: Callable[[int], None]
 ) -> None:
     nixl_of(worker).get_xfer_telemetry = says  # type: ignore[method-assign]
     with (
