@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.request import Request
