@@ -65,6 +65,17 @@ def test_telemetry_that_cannot_be_had_does_not_take_back_what_has_arrived() -> N
     assert all(read.released for read in nixl.reads)
 
 
+def test_a_nixl_without_telemetry_fails_no_read() -> None:
+    worker = reading()
+    nixl = nixl_of(worker)
+    nixl.on["get_xfer_telemetry"] = raising(type("nixlNoTelemetryError", (Exception,), {})())
+    nixl.finish(*nixl.reads)
+    assert received(worker) == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+    assert counted(worker, "num_failed_transfers") == 0
+    assert all(read.released for read in nixl.reads)
+
+
 @pytest.mark.parametrize("poll", [lambda handle: "ERR", raising(BROKEN)], ids=["ERR", "raises"])
 def test_a_failed_read_is_reported_when_its_handle_has_been_released(poll: object) -> None:
     worker = reading()

@@ -2,53 +2,73 @@
 """All releases: an idle engine core looks whether its connector has something to say.
 
 The core's loop blocks on its input queue while there is no work. It goes on doing so; where a
-connector asks for it (`WantsLooks`), the wait has an end, at which one step is taken right here,
-and the wait goes on. Nothing else sees a difference: outside that step the engine has no work, so
-what waits for it to be idle (a pause, sleep, a shutdown, a release of its memory) waits no longer,
-and an idle rank of several in data parallelism takes part in nothing, as in the steps that vLLM
-takes for requests that have finished.
+connector asks for it (`WantsLooks`), or something else is awaited, the wait has an end, at which
+one step is taken right here, and the wait goes on. Nothing else sees a difference: outside that
+step the engine has no work, so what waits for it to be idle (a pause, sleep, a shutdown, a release
+of its memory) waits no longer, and an idle rank of several in data parallelism takes part in
+nothing, as in the steps that vLLM takes for requests that have finished.
 """
 
 from __future__ import annotations
 
 import queue
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WantsLooks
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    RARELY,
+    SOON,
+    WantsLooks,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.core import EngineCoreProc
 
 
-def next_request(core: EngineCoreProc, block: bool) -> Any:  # noqa: ANN401 - the queue's item
+def next_request(
+    core: EngineCoreProc, block: bool, awaits: Callable[[EngineCoreProc], bool] = lambda _: False
+) -> Any:  # noqa: ANN401 - the queue's item
     """Return the next item of the core's input queue, with steps in between that are asked for.
+
+    Args:
+        core: the engine core whose loop this is.
+        block: whether to wait for an item.
+        awaits: whether there is something to look for, soon and then rarer and rarer, besides what
+            the connector asks for.
 
     Raises:
         queue.Empty: there is none and `block` is false, or a step has left work to do.
     """
-    while block and (look := _next_look(core)) is not None:
+    pause, since = SOON, time.monotonic()
+    while block:
+        look = _next_look(core, since + pause if awaits(core) else None)
+        if look is None:
+            break
         try:
             return core.input_queue.get(timeout=max(0.0, look - time.monotonic()))
         except queue.Empty:
             _look(core)
+            pause, since = min(2 * pause, RARELY), time.monotonic()
             if core.has_work():
                 raise
     return core.input_queue.get(block=block)
 
 
-def _next_look(core: EngineCoreProc) -> float | None:
+def _next_look(core: EngineCoreProc, awaited: float | None) -> float | None:
+    """When to take the next step: for what is `awaited` besides, or for the connector."""
     connector = core.scheduler.get_kv_connector()
-    if not isinstance(connector, WantsLooks):
-        return None
-    if core.is_scheduler_paused() or core.model_executor.is_sleeping:
-        return None  # its workers may be busy with other things than steps
-    return connector.next_look()
+    looks = [awaited, connector.next_look() if isinstance(connector, WantsLooks) else None]
+    first = min((look for look in looks if look is not None), default=None)
+    if first is None or core.is_scheduler_paused() or core.model_executor.is_sleeping:
+        return None  # the workers may be busy with other things than steps
+    return first
 
 
 def _look(core: EngineCoreProc) -> None:
     connector: Any = core.scheduler.get_kv_connector()
-    connector.looks()
+    if isinstance(connector, WantsLooks):
+        connector.looks()
     connector.looking = True
     try:
         core._process_engine_step()

@@ -6,6 +6,8 @@ from __future__ import annotations
 import queue
 from typing import TYPE_CHECKING
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
@@ -38,11 +40,7 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
     if receives is not None:
         receives.read_done(req_id, handle)
         return
-    try:
-        worker.xfer_stats.record_transfer(worker.nixl_wrapper.get_xfer_telemetry(handle))
-    except Exception as error:
-        worker._log_failure(failure_type="telemetry_failed", req_id=req_id, error=error)
-        worker.xfer_stats.record_failed_transfer()
+    measure(worker, req_id, handle)
     release(worker, req_id, handle)
 
 

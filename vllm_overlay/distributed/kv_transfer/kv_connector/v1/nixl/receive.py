@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -328,12 +329,7 @@ class GuardedReceives(AwaitedReceives):
 
     def read_done(self, req_id: ReqId, handle: TransferHandle) -> None:
         """Record a read that completed, and give its handle back."""
-        try:
-            telemetry = self._worker.nixl_wrapper.get_xfer_telemetry(handle)
-            self._worker.xfer_stats.record_transfer(telemetry)
-        except Exception as error:
-            self._log("telemetry_failed", error, req_id)
-            self._worker.xfer_stats.record_failed_transfer()
+        measure(self._worker, req_id, handle)
         self.release(handle)
 
     def release(self, handle: TransferHandle) -> bool:

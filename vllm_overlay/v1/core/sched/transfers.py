@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All releases: a finished request's blocks are free when the last transfer that uses them is over.
+
+A request that leaves while its prompt's KV is still received has its blocks written to until the
+worker says that the receive is over. Where a connector saves or sends what finishes (LMCache, an
+offloading connector, NIXL on a prefill server), they are read from until it says that of the send.
+Both may be under way, in any order: with NIXL and a connector that saves in one `MultiConnector`,
+or with one that does both. The scheduler has one flag for the two. It frees the blocks at the first
+report, and asserts at the second that it knows the request.
+
+Here each is awaited for itself. What nobody awaits frees nothing and ends nothing: it is logged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from enum import Enum
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+from vllm.logger import init_logger
+from vllm.v1.request import RequestStatus
+
+if TYPE_CHECKING:
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class Transfer(Enum):
+    """What a connector does with a request's blocks while the request does not run."""
+
+    RECEIVE = "receiving"
+    SEND = "sending"
+
+
+class AwaitsTransfers:
+    """A base for the scheduler: it awaits every transfer of a finished request."""
+
+    requests: dict[str, Request]
+
+    @functools.cached_property
+    def _under_way(self) -> WeakKeyDictionary[Request, set[Transfer]]:
+        """Finished requests that keep their blocks, and for what."""
+        return WeakKeyDictionary()
+
+    def _keeps_blocks(self, request: Request, *, receiving: bool, sending: bool) -> None:
+        """Note why the blocks of a request that has finished are not free yet, if they are not."""
+        under_way = {Transfer.RECEIVE: receiving, Transfer.SEND: sending}
+        if any(under_way.values()):
+            self._under_way[request] = {transfer for transfer, is_so in under_way.items() if is_so}
+
+    def _ends_transfers(self, reported: KVConnectorOutput) -> KVConnectorOutput:
+        """Return the report, with those requests only for which there is something to do.
+
+        They are requests that wait for what was received, and finished ones whose blocks nothing
+        uses any more; each of these once.
+        """
+        received = {
+            req_id
+            for req_id in reported.finished_recving or ()
+            if self._is_last(req_id, Transfer.RECEIVE)
+        }
+        sent = {
+            req_id
+            for req_id in reported.finished_sending or ()
+            if req_id not in received and self._is_last(req_id, Transfer.SEND)
+        }
+        return dataclasses.replace(reported, finished_recving=received, finished_sending=sent)
+
+    def _is_last(self, req_id: str, transfer: Transfer) -> bool:
+        """Whether the scheduler is to act on the end of a transfer."""
+        request = self.requests.get(req_id)
+        if request is not None and not request.is_finished():
+            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            if waits and transfer is Transfer.RECEIVE:
+                return True
+        elif request is not None:
+            under_way = self._under_way.get(request)
+            if under_way is None:
+                return True  # it was finished by somebody who does not say what for
+            if transfer in under_way:
+                under_way.remove(transfer)
+                return not under_way
+        logger.warning(
+            "The KV connector is done %s for request %s, which the scheduler does not await (%s).",
+            transfer.value,
+            req_id,
+            "it is gone" if request is None else request.status.name,
+        )
+        return False
