@@ -55,6 +55,10 @@ class Status(Enum):
         return self in (Status.HINT, Status.PARTLY, Status.CONFLICT, Status.GONE)
 
 
+CARRIED = (Status.CARRIED, Status.OFFSETS, Status.MERGED)
+"""What becomes of a fix that is carried without a person."""
+
+
 @dataclass(frozen=True)
 class HunkResult:
     """One hunk on the other release.

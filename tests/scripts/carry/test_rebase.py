@@ -138,7 +138,7 @@ def test_a_conflict_is_shown_resolved_and_proven(checkout: Checkout) -> None:
     text = (worktree(checkout) / WORKER).read_text()
     assert "<<<<<<< vLLM 0.21.0\n    return 9 + x\n|||||||" in text
     assert "=======\n    return work1(x)\n>>>>>>> 2-a-name/0.20.2.patch\n" in text
-    assert "return work1(x)" in git(worktree(checkout), "show", "fix/2")
+    assert "return work1(x)" in git(worktree(checkout), "show", "0.20.2/2")
     assert contents(checkout) == before
 
     assert "has a marker" in rebase(checkout, "--continue", code=2)
