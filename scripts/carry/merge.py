@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cache, cached_property
 
+from scripts.carry.hang import hung
 from scripts.carry.moved import Place, definition_at, definitions, where_it_went
 from scripts.patchset.patch import Hunk, Patch, apply_patches
 from scripts.system.errors import PatchDoesNotApplyError
@@ -251,6 +252,8 @@ class _File:
             return self._result(number, How.CONFLICT, said, ours), merged
         if conflicts and (placed := _with_import(ours, hunk)):
             return self._result(number, How.MERGED, "an import, beside the same line", ours), placed
+        if conflicts and (placed := hung(self.base, hunk, ours)):
+            return self._result(number, How.MERGED, "placed by what it hangs on", ours), placed
         if conflicts:
             how = How.CONFLICT if self._target_is_in(ours, hunk) else How.GONE
             return self._result(number, how, _collision(ours, merged), ours), merged
