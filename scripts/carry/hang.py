@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import takewhile
@@ -26,13 +26,15 @@ _WIDTH = 88  # upstream's lines
 class _Run:
     """What a hunk exchanges in one place: the lines `old` of `base`, from line `first`, for `new`.
 
-    Lines count from 1; an insertion stands before the line `first`.
+    Lines count from 1; an insertion stands before the line `first`. `names` has the definitions
+    that have another name now.
     """
 
     base: tuple[str, ...]
     first: int
     old: tuple[str, ...]
     new: tuple[str, ...]
+    names: Mapping[str, str]
 
     @property
     def made(self) -> str:
@@ -41,16 +43,16 @@ class _Run:
         return "".join([*self.base[:at], *self.new, *self.base[at + len(self.old) :]])
 
 
-def hung(base: str, hunk: Hunk, ours: str) -> str:
-    """Return `ours` with what `hunk` does to `base`, or nothing where a part of it has no place."""
-    lines = tuple(base.splitlines(keepends=True))
-    changes = SequenceMatcher(None, hunk.old, hunk.new, autojunk=False).get_opcodes()
-    runs = [
-        _Run(lines, hunk.stated + i + 1, hunk.old[i:k], hunk.new[j:m])
-        for kind, i, k, j, m in changes
-        if kind != "equal"
-    ]
-    for run in runs:
+def hung(base: str, hunk: Hunk, ours: str, names: Mapping[str, str] | None = None) -> str:
+    """Return `ours` with what `hunk` does to `base`, or nothing where a part of it has no place.
+
+    Args:
+        base: A text to which the hunk applies exactly, at its line.
+        hunk: What is to be placed.
+        ours: The text to place it in.
+        names: Definitions of the base that have another name in `ours`.
+    """
+    for run in _runs(base, hunk, names or {}):
         texts = (way(run, ours) for way in _WAYS)
         ours = next(filter(None, texts), "")
         if not ours or _parsed(ours) is None:
@@ -58,14 +60,62 @@ def hung(base: str, hunk: Hunk, ours: str) -> str:
     return ours
 
 
+def _runs(base: str, hunk: Hunk, names: Mapping[str, str]) -> list[_Run]:
+    lines = tuple(base.splitlines(keepends=True))
+    changes = SequenceMatcher(None, hunk.old, hunk.new, autojunk=False).get_opcodes()
+    return [
+        _Run(lines, hunk.stated + i + 1, hunk.old[i:k], hunk.new[j:m], names)
+        for kind, i, k, j, m in changes
+        if kind != "equal"
+    ]
+
+
+def changed_in(base: str, hunk: Hunk) -> list[Definition | None]:
+    """Return the innermost definitions of `base` that `hunk` changes something in."""
+    return [definition_at(base, run.first) for run in _runs(base, hunk, {})]
+
+
+def only_imports(base: str, hunk: Hunk) -> bool:
+    """Whether `hunk` changes nothing but the imports of `base`."""
+    return all(
+        before is not None and after is not None and _rest(before) == _rest(after)
+        for run in _runs(base, hunk, {})
+        for before, after in [(_parsed(base), _parsed(run.made))]
+    )
+
+
+def with_imports(base: str, made: str, ours: str, used: str) -> str:
+    """Return `ours` with the imports that `made` has, `base` has not, and the code `used` names.
+
+    Nothing where one of them has no place.
+    """
+    words = {*re.findall(r"\w+", used)}
+    before, after = _parsed(base), _parsed(made)
+    if before is None or after is None:
+        return ""
+    has = {
+        module: [name for name in names if name.rpartition(" ")[2] in words]
+        for module, names in _imports(after).items()
+    }
+    return _added(_imports(before), has, ours)
+
+
 def _imported(run: _Run, ours: str) -> str:
     """Add the names that the run imports at the top of the module."""
-    base, made, tree = _parsed("".join(run.base)), _parsed(run.made), _parsed(ours)
-    if base is None or made is None or tree is None or _rest(base) != _rest(made):
+    base, made = _parsed("".join(run.base)), _parsed(run.made)
+    if base is None or made is None or _rest(base) != _rest(made):
         return ""
     had, has = _imports(base), _imports(made)
     if any(not {*names} <= {*has.get(module, ())} for module, names in had.items()):
         return ""  # it takes one away
+    return _added(had, has, ours)
+
+
+def _added(had: Mapping[str, list[str]], has: Mapping[str, list[str]], ours: str) -> str:
+    """Return `ours` with what is in `has` and not in `had`; nothing where that has no place."""
+    tree = _parsed(ours)
+    if tree is None:
+        return ""
     for module, names in has.items():
         there = _imports(tree)
         known = {*had.get(module, ()), *there.get(module, ())}
@@ -139,7 +189,7 @@ def _decorated(run: _Run, ours: str) -> str:
     own = definition_at("".join(run.base), run.first)
     if run.old or own is None or not all(line.lstrip().startswith("@") for line in run.new):
         return ""
-    target, lines = _same(own, "".join(run.base), ours), ours.splitlines(keepends=True)
+    target, lines = _same(own, run, ours), ours.splitlines(keepends=True)
     above = _decorators(run.base, own)
     if target is None or run.first - own.first > len(above):
         return ""
@@ -166,7 +216,7 @@ def _inherited(run: _Run, ours: str) -> str:
     if own is None or len(run.old) != 1 or len(run.new) != 1:
         return ""
     old, new = _bases(run.old[0]), _bases(run.new[0])
-    target, lines = _same(own, "".join(run.base), ours), ours.splitlines(keepends=True)
+    target, lines = _same(own, run, ours), ours.splitlines(keepends=True)
     if old is None or new is None or target is None:
         return ""
     at = target.first - 1 + len(_decorators(lines, target))
@@ -176,7 +226,7 @@ def _inherited(run: _Run, ours: str) -> str:
     if old != [one for one in new if one in old]:
         return ""
     bases = [one for one in new if one in there or one not in old]
-    head = lines[at].partition("class")[0] + f"class {own.name.rpartition('.')[2]}"
+    head = lines[at].partition("class")[0] + f"class {target.name.rpartition('.')[2]}"
     return "".join([*lines[:at], f"{head}({', '.join(bases)}):\n", *lines[at + 1 :]])
 
 
@@ -231,15 +281,16 @@ def _scopes(
     own = definition_at(base, first)
     if own is None or own != definition_at(base, last):
         return None
-    target = _same(own, base, ours)
+    target = _same(own, run, ours)
     return (ours.splitlines(keepends=True), target, own) if target else None
 
 
-def _same(own: Definition, base: str, ours: str) -> Definition | None:
+def _same(own: Definition, run: _Run, ours: str) -> Definition | None:
     """Return the one definition of `ours` that has the name of `own`."""
-    if sum(one.name == own.name for one in definitions(base)) != 1:
+    if sum(one.name == own.name for one in definitions("".join(run.base))) != 1:
         return None
-    found = [one for one in definitions(ours) if one.name == own.name]
+    name = run.names.get(own.name, own.name)
+    found = [one for one in definitions(ours) if one.name == name]
     return found[0] if len(found) == 1 else None
 
 

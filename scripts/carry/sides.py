@@ -40,6 +40,8 @@ class Sides:
         ours: Callable[[str], str | None],
         repository: Repository,
         revision: str,
+        *,
+        looking: bool = True,
     ) -> tuple[str, Carried]:
         """Carry a fix; return the release that it comes from, and what came out.
 
@@ -50,11 +52,13 @@ class Sides:
             ours: Text, by path, of the other release and what was carried to it; None: no file.
             repository: Where the other release is, and where merges are made.
             revision: The other release there.
+            looking: Whether to look where targets that are gone may have gone, for a person.
         """
         tried: list[tuple[str, Carried]] = []
         for release, patches, source in self._sides:
             if patch := patches.get(fix.id):
-                one = carry(patch, source.before(patch), ours, repository, revision)
+                before = source.before(patch)
+                one = carry(patch, before, ours, repository, revision, looking=looking)
                 if not one.status.stops:
                     return release, one
                 tried.append((release, one))

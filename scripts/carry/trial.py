@@ -175,7 +175,7 @@ def try_all(
     for fix in sides.fixes(registry):
         result = without_carrying(fix, release, said[fix.id])
         if result is None:
-            source, one = sides.carry(fix, ours, repository, target)
+            source, one = sides.carry(fix, ours, repository, target, looking=False)
             result = judged(releases, fix, release, source, one, said[fix.id])
             hunks.update(hunk.how for hunk in one.hunks)
             if not result.status.stops:
