@@ -76,7 +76,7 @@ def prove_in_copy(state: State, repository: Repository, commits: dict[str, str])
     report = [
         {**asdict(r), "status": r.status.value, "proof": r.proof.value} for r in state.results
     ]
-    document = {"release": state.release, "from": state.source, "fixes": report}
+    document = {"release": state.release, "from": state.sources[0], "fixes": report}
     name = f"rebase-{state.release}.json"
     replace_text(CHECKOUT / "reports" / name, json.dumps(document, indent=2) + "\n")
     _run("edit", "--restamp")
@@ -165,14 +165,16 @@ def declared(text: str, release: str) -> str:
 def without_release(text: str, fix: Fix, release: str) -> str:
     """Return `fixes.toml` where `fix` does not apply to `release`, nor to what lies beyond it.
 
-    Beyond means away from the releases that are supported today. `fixed-in` is set where the
+    Beyond means away from the releases that are supported today; there is nothing beyond a release
+    that lies between two of them. `fixed-in` is set where the
     release just before is one that has the fix's patch, for then no other can be the first.
     """
     supported = [Version(one) for one in project().releases if fix.affects(one)]
     if not supported or not fix.affects(release):
         return text
     newer = Version(release) > max(supported)
-    bound = f"<{release}" if newer else f">{release}"
+    older = Version(release) < min(supported)
+    bound = f"<{release}" if newer else f">{release}" if older else f"!={release}"
     values = {"applies-to": f"{fix.applies_to},{bound}"}
     earlier = [Version(one) for one in load_lock() if Version(one) < Version(release)]
     if newer and not fix.fixed_in and earlier and max(earlier) == max(supported):

@@ -9,12 +9,20 @@ exported, applied anew without fuzz, and tested before it counts.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 
-from scripts.carry.moved import Place, definition_at, definitions, where_it_went
+from scripts.carry.hang import changed_in, hung, only_imports, with_imports
+from scripts.carry.moved import (
+    Place,
+    definition_at,
+    definitions,
+    module_moved_to,
+    moved_to,
+    where_it_went,
+)
 from scripts.patchset.patch import Hunk, Patch, apply_patches
 from scripts.system.errors import PatchDoesNotApplyError
 from scripts.system.git import Repository
@@ -55,6 +63,10 @@ class Status(Enum):
         return self in (Status.HINT, Status.PARTLY, Status.CONFLICT, Status.GONE)
 
 
+CARRIED = (Status.CARRIED, Status.OFFSETS, Status.MERGED)
+"""What becomes of a fix that is carried without a person."""
+
+
 @dataclass(frozen=True)
 class HunkResult:
     """One hunk on the other release.
@@ -66,6 +78,7 @@ class HunkResult:
         definition: Function or class, with the module's own names, that it changes.
         said: What is to know about it; for a conflict, the text that collides.
         went: Where its target may have gone.
+        into: The other file that it was carried into, as its target is there now.
     """
 
     path: str
@@ -74,6 +87,7 @@ class HunkResult:
     definition: str = ""
     said: str = ""
     went: tuple[Place, ...] = ()
+    into: str = ""
 
 
 @dataclass(frozen=True)
@@ -148,6 +162,8 @@ def carry(
     ours: Callable[[str], str | None],
     repository: Repository,
     revision: str,
+    *,
+    looking: bool = True,
 ) -> Carried:
     """Carry `patch` to another release.
 
@@ -157,22 +173,39 @@ def carry(
         ours: Text, by path, of the other release and what was carried to it; None: no such file.
         repository: Where the other release is, and where merges are made.
         revision: The other release there, such as `v0.22.1`.
+        looking: Whether to look where targets that are gone may have gone, for a person.
     """
     hunks: list[HunkResult] = []
     texts: dict[str, str] = {}
+
+    def now(path: str) -> str | None:
+        return texts[path] if path in texts else ours(path)
+
     for path in patch.files:
-        one = _File(patch, path, before(path), repository, revision)
-        text = ours(path)
+        one = _File(patch, path, before(path), before, repository, revision, looking)
+        text, elsewhere = now(path), None
+        if text is None and (elsewhere := one.whole_went_to()):
+            text = now(elsewhere)
         if text is None:
-            results = one.gone()
+            results = [one.follow(result, now, texts) for result in one.gone()]
         else:
-            results, texts[path] = one.carry(text)
-
-        def now(other: str) -> str:
-            return texts[other] if other in texts else ours(other) or ""
-
-        for result in results:
-            hunks.append(one.propose(result, now, texts) if result.how is How.GONE else result)
+            results, made = one.carry(text)
+            results = [one.follow(result, now, texts) for result in results]
+            if left := {result.number for result in results if result.into}:
+                # Anew without what has left, which is not to leave a conflict behind.
+                text = now(elsewhere or path) or ""
+                stay, made = one.carry(text, without=left)
+                results = sorted(
+                    [*stay, *(result for result in results if result.into)],
+                    key=lambda result: result.number,
+                )
+            if not one.has_left(results):
+                texts[elsewhere or path] = made
+        if elsewhere:
+            results = [one.elsewhere(result, elsewhere) for result in results]
+        if one.has_left(results):
+            results = [result if result.into else one.idle(result) for result in results]
+        hunks += [one.propose(result, now, texts) for result in results]
     return Carried(tuple(hunks), texts)
 
 
@@ -183,8 +216,10 @@ class _File:
     patch: Patch
     path: str
     base: str
+    was: Callable[[str], str]
     repository: Repository
     revision: str
+    looking: bool
 
     @cached_property
     def hunks(self) -> tuple[Hunk, ...]:
@@ -202,13 +237,13 @@ class _File:
 
     def _merge(self, ours: str, theirs: str) -> tuple[str, int]:
         labels = (f"vLLM {self.revision[1:]}", "where the patch comes from", self.patch.name)
-        return self.repository.merge(ours, self.base, theirs, labels)
+        return _merged(self.repository, ours, self.base, theirs, labels)
 
-    def carry(self, ours: str) -> tuple[list[HunkResult], str]:
-        """Return what becomes of each hunk, and the new text."""
+    def carry(self, ours: str, without: Collection[int] = ()) -> tuple[list[HunkResult], str]:
+        """Return what becomes of each hunk but those `without`, by number, and the new text."""
         theirs, _ = self._with(self.base, self.hunks)
         try:
-            text, moved = self._with(ours, self.hunks)
+            text, moved = ("", []) if without else self._with(ours, self.hunks)
         except PatchDoesNotApplyError:
             text, moved = "", []
         if moved and self._merge(ours, theirs) == (text, 0):
@@ -219,8 +254,9 @@ class _File:
             ], text
         results = []
         for number in range(1, len(self.hunks) + 1):
-            result, ours = self._hunk(number, ours)
-            results.append(result)
+            if number not in without:
+                result, ours = self._hunk(number, ours)
+                results.append(result)
         return results, ours
 
     def gone(self) -> list[HunkResult]:
@@ -247,6 +283,8 @@ class _File:
             return self._result(number, How.CONFLICT, said, ours), merged
         if conflicts and (placed := _with_import(ours, hunk)):
             return self._result(number, How.MERGED, "an import, beside the same line", ours), placed
+        if conflicts and (placed := hung(self.base, hunk, ours)):
+            return self._result(number, How.MERGED, "placed by what it hangs on", ours), placed
         if conflicts:
             how = How.CONFLICT if self._target_is_in(ours, hunk) else How.GONE
             return self._result(number, how, _collision(ours, merged), ours), merged
@@ -261,13 +299,65 @@ class _File:
         hunk = self.hunks[number - 1]
         name = self._definition(hunk)
         went: tuple[Place, ...] = ()
-        if how is How.GONE:
+        if how is How.GONE and self.looking:
             target = definition_at(self.base, self._line(hunk))
             went = where_it_went(self.base, target, self.path, self.repository, self.revision)
         return HunkResult(self.path, number, how, name, said, went)
 
+    def whole_went_to(self) -> str | None:
+        """Return the path of the one module that this one is now, where it is gone from its own."""
+        names = {self._definition(hunk) for hunk in self.hunks} - {""}
+        return module_moved_to(self.was, names, self.path, self.repository, self.revision)
+
+    def elsewhere(self, result: HunkResult, path: str) -> HunkResult:
+        """Return what became of a hunk whose module is `path` now."""
+        how = How.MERGED if result.how in (How.EXACT, How.MOVED) else result.how
+        said = f"the module is {path} now" if how is How.MERGED else f"{path}: {result.said}"
+        return replace(result, how=how, said=said)
+
+    def follow(
+        self, result: HunkResult, now: Callable[[str], str | None], texts: dict[str, str]
+    ) -> HunkResult:
+        """Put a hunk whose target is gone into the definition that this is now, with its imports.
+
+        Where more than one place may be meant, or what is there collides, it stays gone.
+
+        Args:
+            result: The hunk's fate.
+            now: Text of the other release, by path, with what was carried and proposed so far.
+            texts: Takes the new text of the file that it went to.
+        """
+        hunk = self.hunks[result.number - 1]
+        target, *others = changed_in(self.base, hunk)
+        if result.how is not How.GONE or target is None or any(one != target for one in others):
+            return result
+        place = moved_to(self.was, target, self.path, self.repository, self.revision)
+        there = now(place.path) if place else None
+        if place is None or there is None:
+            return result
+        made = self._merge_definition(hunk, there, place.name) or hung(
+            self.base, hunk, there, {target.name: place.name}
+        )
+        theirs, _ = self._with(self.base, self.hunks)
+        made = made and with_imports(self.base, theirs, made, "".join(hunk.added))
+        if not made:
+            return result
+        texts[place.path] = made
+        said = f"in {place.path}, {place.name} now"
+        return replace(result, how=How.MERGED, said=said, went=(), into=place.path)
+
+    def has_left(self, results: Sequence[HunkResult]) -> bool:
+        """Whether all but imports was carried into other files, so that these are idle here."""
+        pairs = zip(self.hunks, results, strict=True)
+        stays = [hunk for hunk, one in pairs if one.into in ("", self.path)]
+        return len(stays) < len(self.hunks) and all(only_imports(self.base, one) for one in stays)
+
+    def idle(self, result: HunkResult) -> HunkResult:
+        """Return what became of imports where all that uses them has left the file."""
+        return replace(result, how=How.MERGED, said="imports, gone with what uses them", went=())
+
     def propose(
-        self, result: HunkResult, now: Callable[[str], str], texts: dict[str, str]
+        self, result: HunkResult, now: Callable[[str], str | None], texts: dict[str, str]
     ) -> HunkResult:
         """Put a hunk whose target is gone where that went, if it merges there; say so.
 
@@ -279,7 +369,7 @@ class _File:
         if not result.went:
             return result
         hunk, place = self.hunks[result.number - 1], result.went[0]
-        there = now(place.path)
+        there = now(place.path) or ""
         if result.definition:
             merged = self._merge_definition(hunk, there, place.name)
         else:
@@ -318,6 +408,14 @@ class _File:
         # A text that already has markers is no Python; then nothing can be said to be gone.
         names = {one.name for one in definitions(ours)}
         return not name or not names or name in names
+
+
+@lru_cache(maxsize=512)
+def _merged(
+    repository: Repository, ours: str, base: str, theirs: str, labels: tuple[str, str, str]
+) -> tuple[str, int]:
+    """Merge; a trial asks the same again once it is known where to start."""
+    return repository.merge(ours, base, theirs, labels)
 
 
 def _with_import(ours: str, hunk: Hunk) -> str:

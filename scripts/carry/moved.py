@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import PurePosixPath
@@ -81,6 +81,75 @@ def definition_at(text: str, line: int) -> Definition | None:
     """Return the innermost definition that holds `line` (from 1) of `text`."""
     around = [one for one in definitions(text) if one.first <= line <= one.last]
     return max(around, key=lambda one: (one.first, -one.last), default=None)
+
+
+def moved_to(
+    was: Callable[[str], str],
+    definition: Definition,
+    path: str,
+    repository: Repository,
+    revision: str,
+) -> Place | None:
+    """Return the one place where `revision` has a definition, under its own name; None: no such.
+
+    It is the only new one of that name that has half of its lines or more.
+
+    Args:
+        was: Text, by path, that has it; empty where there is no such file.
+        definition: The function or class.
+        path: Path of its module.
+        repository: Where to look.
+        revision: In which tree.
+    """
+    wanted = _counted(definition.cut(was(path)))
+    simple = definition.name.rpartition(".")[2]
+    found = [
+        Place(other, one.name, _share(wanted, lines))
+        for other, there in _holding(repository, revision, simple, path).items()
+        for one, lines in _parts(there)
+        if one.name.rpartition(".")[2] == simple
+        and _share(wanted, lines) >= _SIMILAR
+        and all(old.name != one.name for old in definitions(was(other)))
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def module_moved_to(
+    was: Callable[[str], str],
+    names: Collection[str],
+    path: str,
+    repository: Repository,
+    revision: str,
+) -> str | None:
+    """Return the one module of `revision` that is the module `path`, elsewhere; None: no such.
+
+    It is the only new one with half of its lines or more, and defines what has to be there.
+
+    Args:
+        was: Text, by path, that has the module; empty where there is no such file.
+        names: What it has to define, by dotted name; one at least.
+        path: Where it was.
+        repository: Where to look.
+        revision: In which tree.
+    """
+    if not names:
+        return None
+    wanted = _counted(was(path))
+    simple = min(names).rpartition(".")[2]
+    found = [
+        other
+        for other, there in _holding(repository, revision, simple, path).items()
+        if _share(wanted, _counted(there)) >= _SIMILAR
+        and {*names} <= {one.name for one in definitions(there)}
+        and not was(other)
+    ]
+    return found[0] if len(found) == 1 else None
+
+
+def _holding(repository: Repository, revision: str, simple: str, path: str) -> dict[str, str]:
+    """Return the modules that define `simple`: of all, or beside `path` if it is everywhere."""
+    named = _naming(repository, revision, simple)
+    return named or _texts(repository, revision, f"{PurePosixPath(path).parent}/*.py")
 
 
 def where_it_went(

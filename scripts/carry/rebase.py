@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import ast
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.carry import landing
-from scripts.carry.merge import Carried, Source, Status, carry
+from scripts.carry.merge import Carried, Status
+from scripts.carry.sides import Sides
 from scripts.carry.state import STATE, WORK, Phase, Result, State, load_state
 from scripts.carry.tables import collisions, table
-from scripts.carry.trial import mentions, nearest, remarks, without_carrying
+from scripts.carry.trial import judged, neighbours, start_of, without_carrying
 from scripts.commits.patches import DATE, commit_hooks
 from scripts.commits.worktree import changed_files
 from scripts.patchset.registry import Registry, load_registry
@@ -28,7 +30,7 @@ _MARKERS = ("<<<<<<< vLLM ", "||||||| where ", ">>>>>>> ")
 
 
 def start(release: str, source: str | None, origin: str | None) -> None:
-    """Begin to carry the fixes of `source`, or of the nearest release, to `release`.
+    """Begin to carry the fixes of `source`, or of the nearest releases, to `release`.
 
     Raises:
         UsageError: Another rebase is not finished.
@@ -42,26 +44,31 @@ def start(release: str, source: str | None, origin: str | None) -> None:
             next_step="nox -s rebase -- --continue, or: nox -s rebase -- --abort",
         )
     shutil.rmtree(WORK, ignore_errors=True)  # of a start that was killed
-    source = nearest(release, source)
-    registry = load_registry()
-    _make_tree(upstream(origin), load_series(source), registry, release)
-    stock = ask_stock(release, list(registry.fixes.values()))
-    state = State(release, source, origin, stock)
+    sources = [load_series(one) for one in neighbours(release, source)]
+    registry, releases = load_registry(), upstream(origin)
+    _make_tree(releases, sources, registry, release)
+    said = ask_stock(release, list(registry.fixes.values()))
+    begin = start_of(releases, sources, release, registry, said)
+    err.print(begin.why, markup=False)
+    state = State(release, [one.release for one in begin.series], begin.why, origin, said)
     state.save()
     _go_on(state)
 
 
-def _make_tree(releases: Upstream, series: Series, registry: Registry, release: str) -> None:
-    """Check `release` out; beside it, as tags `fix/<id>`, lie the fixes of `series`."""
-    tags = [releases.tag(series.release), releases.tag(release)]
+def _make_tree(
+    releases: Upstream, sources: Sequence[Series], registry: Registry, release: str
+) -> None:
+    """Check `release` out; beside it, as tags `<source>/<id>`, lie the fixes of each source."""
     repository = Repository.init(TREE)
-    specs = [f"refs/tags/{tag}:refs/tags/{tag}" for tag in tags]
+    tags = {one: releases.tag(one) for one in (*(series.release for series in sources), release)}
+    specs = [f"refs/tags/{tag}:refs/tags/{tag}" for tag in tags.values()]
     bare = str(releases.repository.path)
     repository.run("fetch", "--quiet", "--no-tags", "--depth=1", bare, *specs)
-    commits = commit_hooks(repository, tags[0], series.patches, registry)
-    for patch, commit in zip(series.patches, commits, strict=True):
-        repository.run("tag", f"fix/{patch.fix_id}", commit)
-    repository.run("checkout", "--quiet", "--detach", tags[1])
+    for series in sources:
+        commits = commit_hooks(repository, tags[series.release], series.patches, registry)
+        for patch, commit in zip(series.patches, commits, strict=True):
+            repository.run("tag", f"{series.release}/{patch.fix_id}", commit)
+    repository.run("checkout", "--quiet", "--detach", tags[release])
 
 
 def resume(*, skip: bool = False) -> None:
@@ -91,7 +98,7 @@ def resume(*, skip: bool = False) -> None:
             _commit_resolution(repository, stopped.fix)
         status = Status.SKIPPED if skip else Status.RESOLVED
         hints = (*stopped.hints, f"it stopped: {stopped.status.value}")
-        state.results.append(Result(stopped.fix, status, stopped.proof, hints))
+        state.results.append(replace(stopped, status=status, hints=hints))
         state.stopped = None
         state.save()
     elif state.phase is Phase.CARRYING:  # killed: what was not recorded is carried anew
@@ -152,10 +159,10 @@ def commits_by_fix(repository: Repository) -> dict[str, str]:
 
 
 def _go_on(state: State) -> None:
-    registry, series = load_registry(), load_series(state.source)
     repository = Repository(TREE)
     if state.phase is Phase.CARRYING:
-        _carry_all(state, series, registry, repository)
+        _carry_all(state, load_registry(), repository)
+        out.print(state.why, markup=False)
         out.print(table(state.release, state.results))
         state.phase = Phase.PROVING
         state.save()
@@ -167,45 +174,37 @@ def _go_on(state: State) -> None:
     shutil.rmtree(WORK)
 
 
-def _carry_all(state: State, series: Series, registry: Registry, repository: Repository) -> None:
-    source = Source(lambda path: repository.read(f"v{state.source}", path) or "")
+def _carry_all(state: State, registry: Registry, repository: Repository) -> None:
+    sources = [load_series(one) for one in state.sources]
+    sides = Sides(sources, lambda one, path: repository.read(f"v{one}", path) or "")
     carried, releases = commits_by_fix(repository), upstream(state.origin)
     done = {result.fix for result in state.results}
-    for patch in series.patches:
-        if patch.fix_id in done:
-            source.add(patch, carried=patch.fix_id in carried)
+    fixes = sides.fixes(registry)
+    for fix in fixes:
+        if fix.id in done:
+            sides.add(fix, carried=fix.id in carried)
             continue
-        fix = registry.fix(patch.fix_id)
         stock = state.stock.get(fix.id, Stock.NOT_RUN)  # none for a fix that is new since then
         result = without_carrying(fix, state.release, stock)
         if result is None:
-            one = carry(
-                patch,
-                source.before(patch),
-                _in_worktree,
-                repository,
-                f"v{state.release}",
-            )
-            hints = (*mentions(releases, fix, state.source, state.release), *remarks(one))
-            result = Result(fix.id, one.status, stock, hints)
-            if stock is Stock.MIXED:
-                hints = (f"by its text: {one.status.value}", *hints)
-                result = Result(fix.id, Status.PARTLY, Stock.MIXED, hints)
+            source, one = sides.carry(fix, _in_worktree, repository, f"v{state.release}")
+            result = judged(releases, fix, state.release, source, one, stock)
             if result.status.stops:
                 _stop(state, result, one)
             texts = {path: text.encode() for path, text in one.texts.items()}
             _commit(repository, fix.id, texts)
-            source.add(patch, carried=True)
+            sides.add(fix, carried=True)
         else:
-            source.add(patch, carried=False)
+            sides.add(fix, carried=False)
         state.results.append(result)
         state.save()
         err.print(f"{fix.id}: {result.status.value}", markup=False)
     # Lint would name a fix that is open and has no patch; the table should, before it.
+    ids = {fix.id for fix in fixes}
     state.results += [
         Result(fix_id, Status.UNCARRIED, stock)
         for fix_id, stock in state.stock.items()
-        if fix_id not in series.fix_ids and stock in (Stock.FAILS, Stock.MIXED)
+        if fix_id not in ids and stock in (Stock.FAILS, Stock.MIXED)
     ]
 
 
@@ -228,7 +227,7 @@ def _stop(state: State, result: Result, one: Carried) -> None:
     raise NeedsPersonError(
         f"fix {result.fix} on vLLM {state.release}: {result.status.value}",
         expected=f"the fix as {state.release} needs it, in {where}/vllm "
-        f"(as it is on {state.source}: git -C {where} show fix/{result.fix})",
+        f"(as it is on {result.source}: git -C {where} show {result.source}/{result.fix})",
         next_step="edit it there, then: nox -s rebase -- --continue; to leave the fix out: "
         "nox -s rebase -- --skip; to give up: nox -s rebase -- --abort",
     )

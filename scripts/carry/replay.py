@@ -1,4 +1,4 @@
-"""Each release carried to as if it had just come out, and what came out of that."""
+"""Each release carried to as if it were new, from its neighbours, and what came out of that."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 from packaging.version import Version
 
-from scripts.carry.merge import Status
+from scripts.carry.merge import CARRIED, Status
 from scripts.carry.state import Result
-from scripts.carry.trial import Trial, try_all
+from scripts.carry.trial import Trial, neighbours, start_of, try_all
 from scripts.patchset.overlay import overlay_files
 from scripts.patchset.registry import Fix, Registry, Spared, load_registry
 from scripts.patchset.target import Target
@@ -30,31 +30,31 @@ from scripts.upstream.lock import load_lock
 _FIRST = Version("0.20.0")
 _RECORD = RECORDS / "proofs" / "replay.json"  # what was tested is asked again
 _PAGE = ROOT / "docs" / "replay.md"
-_CARRIED = (Status.CARRIED, Status.OFFSETS, Status.MERGED)
 
 
 @dataclass(frozen=True)
 class Transition:
     """One release carried to: from where, what came out, and what the tests of it say.
 
-    `proven` has, for each fix whose carried form was tested, whether all of its tests passed.
+    Attributes:
+        release: The release.
+        sources: The releases next to it that fixes come from, the preferred one first.
+        alone: How many fixes each of them would carry by itself, by release.
+        results: One for each fix.
+        proven: For each fix whose carried form was tested, whether all of its tests passed.
     """
 
     release: str
-    source: str
+    sources: tuple[str, ...]
+    alone: dict[str, int]
     results: tuple[Result, ...]
     proven: dict[str, bool]
 
 
-def _pairs() -> list[tuple[str, str]]:
-    """Return each release with the newest supported release that is older."""
-    supported = sorted(project().releases, key=Version)
-    pairs = []
-    for release in load_lock():
-        older = [one for one in supported if Version(one) < Version(release)]
-        if Version(release) >= _FIRST and older:
-            pairs.append((release, older[-1]))
-    return pairs
+def _releases() -> list[str]:
+    """Return the releases that have a neighbour to carry from."""
+    carried = {*project().releases} & {*load_lock()}
+    return [one for one in load_lock() if Version(one) >= _FIRST and carried - {one}]
 
 
 def replay_all(proving: Collection[str]) -> list[Transition]:
@@ -63,8 +63,7 @@ def replay_all(proving: Collection[str]) -> list[Transition]:
     Raises:
         UnknownReleaseError: One of them is no release that is carried to.
     """
-    pairs = _pairs()
-    releases = [release for release, _ in pairs]
+    releases = _releases()
     if unknown := [release for release in proving if release not in releases]:
         raise UnknownReleaseError(
             f"nothing is carried to {', '.join(unknown)}",
@@ -73,11 +72,11 @@ def replay_all(proving: Collection[str]) -> list[Transition]:
         )
     before = _proven_before()
     transitions = []
-    for release, source in pairs:
-        err.print(f"{source} → {release} ...")
-        transition, trial = replay(source, release)
+    for release in releases:
+        err.print(f"{release} ...")
+        transition, trial = replay(release)
         if release in proving:
-            transition = replace(transition, proven=_run_carried(release, source, trial))
+            transition = replace(transition, proven=_run_carried(release, trial))
         else:
             transition = replace(transition, proven=before.get(_key(_row(transition)), {}))
         transitions.append(transition)
@@ -90,30 +89,41 @@ def write(transitions: Sequence[Transition]) -> None:
     replace_text(_PAGE, as_markdown(transitions))
 
 
-def replay(source: str, release: str) -> tuple[Transition, Trial]:
-    """Carry the fixes of `source` to `release`, by text and by what the record says of stock."""
-    registry = load_registry()
-    unknowing = {fix.id: _as_of(fix, source) for fix in registry.fixes.values()}
-    series = Target.of(source).series
-    said = on_record(release, list(unknowing.values()))
-    trial = try_all(upstream(), series, release, Registry("", unknowing), said)
-    return Transition(release, source, tuple(trial.results), {}), trial
+def replay(release: str) -> tuple[Transition, Trial]:
+    """Carry the fixes of its neighbours to `release`, by text and by what is on record of stock."""
+    registry, releases = load_registry(), upstream()
+    series = [Target.of(one).series for one in neighbours(release)]
+    known = [one.release for one in series]
+    unknowing = Registry("", {fix.id: _as_of(fix, known) for fix in registry.fixes.values()})
+    said = on_record(release, list(unknowing.fixes.values()))
+    start = start_of(releases, series, release, unknowing, said)
+    trial = try_all(releases, start.series, release, unknowing, said)
+    sources = tuple(one.release for one in start.series)
+    alone = {
+        one: tried.carried for one, tried in zip(sources, start.trials or (trial,), strict=True)
+    }
+    return Transition(release, sources, alone, tuple(trial.results), {}), trial
 
 
-def _as_of(fix: Fix, source: str) -> Fix:
-    """Return what was known of `fix` when `source` was the newest: not where its defect ends."""
-    spared = fix.spared_on(source)
+def _as_of(fix: Fix, known: Collection[str]) -> Fix:
+    """Return what is said of `fix` on the releases `known`: not where its defect ends."""
+    spared = tuple(dict.fromkeys(test for one in known for test in fix.spared_on(one)))
     return replace(fix, applies_to=">=0", spared=(Spared(">=0", spared, ""),) if spared else ())
 
 
-def _run_carried(release: str, source: str, trial: Trial) -> dict[str, bool]:
+def _run_carried(release: str, trial: Trial) -> dict[str, bool]:
     """Run the tests of what was carried on the stock files with that, and nothing else."""
     registry = load_registry()
-    fixes = [registry.fixes[one.fix] for one in trial.results if one.status in _CARRIED]
+    carried = {one.fix: one.source for one in trial.results if one.status in CARRIED}
+    fixes = [registry.fixes[one] for one in carried]
     environment = Environment(release).make()
     environment.install(environment.stock)
-    carried = {fix.id for fix in fixes}
-    patches = [patch for patch in Target.of(source).patches if patch.fix_id in carried]
+    patches = [
+        patch
+        for source in sorted({*carried.values()})
+        for patch in Target.of(source).patches
+        if carried.get(patch.fix_id) == source
+    ]
     folder = ROOT / ".nox" / f"replay-{release}"
     try:
         shadow = environment.shadow(folder, ())
@@ -136,10 +146,20 @@ def _run_carried(release: str, source: str, trial: Trial) -> dict[str, bool]:
 
 def _row(one: Transition) -> dict[str, object]:
     fates = {
-        result.fix: {"status": result.status.value, "stock": result.proof.value}
+        result.fix: {
+            "status": result.status.value,
+            "from": result.source,
+            "stock": result.proof.value,
+        }
         for result in one.results
     }
-    return {"release": one.release, "from": one.source, "fixes": fates, "proven": one.proven}
+    return {
+        "release": one.release,
+        "from": list(one.sources),
+        "alone": one.alone,
+        "fixes": fates,
+        "proven": one.proven,
+    }
 
 
 def _proven_before() -> dict[str, dict[str, bool]]:
@@ -158,27 +178,32 @@ def as_markdown(transitions: Sequence[Transition]) -> str:
     """Return the table, and what it adds up to."""
     parts = [
         "# Replay\n<!-- made by `nox -s replay` -->\n",
-        "Each release, carried to as if it had just come out, from the newest supported release "
-        "before it. Of the registry only what it says of that one counts. *Left behind*: the stock "
-        "release's own tests are on record as passing, so the fix is not carried. *Carried* is by "
-        "text; *pass* says how many of them had their tests run on the result and passed, - that "
-        "they were not run here. *Not needed*: carried, though the stock release is on record as "
-        "not having the defect; that would be wrong. *A person*: it would have stopped there.\n",
-        "| release | from | carried | by offsets | merged | pass | not needed | left behind "
-        "| a person | stock on record |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "Each release, carried to as if it were new, from the nearest releases below and above it "
+        "that have the fixes. Of the registry only what it says of those counts. *From* is where "
+        "more hunks apply exactly; what has no patch there, or collides, comes from the other "
+        "side, if it is carried from that. *Below* and *above*: what each would carry alone. *Left "
+        "behind*: the stock release's own tests are on record as passing, so the fix is not "
+        "carried. *Carried* is by text; *pass* says how many of them had their tests run on the "
+        "result and passed, - that they were not run here. *Not needed*: carried, though the stock "
+        "release is on record as not having the defect; that would be wrong. *A person*: it would "
+        "have stopped there.\n",
+        "| release | from | carried | below | above | by offsets | merged | pass | not needed "
+        "| left behind | a person | stock on record |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     total: Counter[str] = Counter()
     for one in transitions:
         count = Counter(result.status for result in one.results)
-        carried = [result for result in one.results if result.status in _CARRIED]
+        carried = [result for result in one.results if result.status in CARRIED]
         needless = sum(result.proof is Stock.PASSES for result in carried)
         person = sum(result.status.stops for result in one.results)
         recorded = sum(result.proof is not Stock.NOT_RUN for result in one.results)
         passed = sum(one.proven.values())
         shown = f"{passed} of {len(one.proven)}" if one.proven else "-"
+        below, above = (_alone(one, older=older) for older in (True, False))
         parts.append(
-            f"| {one.release} | {one.source} | {len(carried)} | {count[Status.OFFSETS]} "
+            f"| {one.release} | {one.sources[0]} | {len(carried)} | {below} | {above} "
+            f"| {count[Status.OFFSETS]} "
             f"| {count[Status.MERGED]} | {shown} | {needless} | {count[Status.UPSTREAM]} "
             f"| {person} | {recorded} of {len(one.results)} |"
         )
@@ -191,14 +216,26 @@ def as_markdown(transitions: Sequence[Transition]) -> str:
             passed=passed,
         )
     parts.append(
-        f"\nOf {total['fixes']} times that a fix met a release, {total['carried']} were carried "
-        f"without a hand, {total['left']} were left behind by proof and {total['person']} need a "
-        f"person. Of those carried, {total['tested']} were tested, and {total['passed']} passed. "
+        f"\nOf {total['fixes']} times that a fix met a release, {total['carried']} "
+        f"({_percent(total['carried'], total['fixes'])}) were carried without a hand, "
+        f"{total['left']} were left behind by proof and {total['person']} need a person. "
+        f"Of those carried, {total['tested']} were tested, and {total['passed']} passed. "
         "What is carried by text and fails its tests does not land: `nox -s rebase` tests it "
         "before it puts anything into place.\n"
     )
     details = [_failures(one) for one in transitions if not all(one.proven.values())]
     return "\n".join([*parts, *details])
+
+
+def _alone(one: Transition, *, older: bool) -> str:
+    """Return what the older, or the newer, neighbour would carry alone, and which that is."""
+    number = Version(one.release)
+    sides = (f"{n} from {r}" for r, n in one.alone.items() if (Version(r) < number) is older)
+    return next(sides, "-")
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / whole:.0%}" if whole else "-"
 
 
 def _failures(one: Transition) -> str:

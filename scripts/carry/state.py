@@ -34,12 +34,16 @@ class Phase(Enum):
 
 @dataclass(frozen=True)
 class Result:
-    """What became of one fix, and why: `proof` is what tests said, `hints` what texts did."""
+    """What became of one fix, and why: `proof` is what tests said, `hints` what texts did.
+
+    `source` is the release that it was carried from; empty where it was not.
+    """
 
     fix: str
     status: Status
     proof: Stock = Stock.NOT_RUN
     hints: tuple[str, ...] = ()
+    source: str = ""
 
 
 @dataclass
@@ -48,7 +52,8 @@ class State:
 
     Attributes:
         release: Where the fixes are carried to.
-        source: The release whose series is carried.
+        sources: The releases whose fixes are carried, the preferred one first.
+        why: Why that is preferred.
         origin: The clone of vLLM that was named, if any.
         stock: What the tests said of each fix on the stock release.
         results: One for each patch of the series that is done with, in order.
@@ -57,7 +62,8 @@ class State:
     """
 
     release: str
-    source: str
+    sources: list[str]
+    why: str
     origin: str | None
     stock: dict[str, Stock]
     results: list[Result] = field(default_factory=list)
@@ -85,7 +91,7 @@ def load_state(path: Path = STATE) -> State:
     document = json.loads(path.read_text(encoding="utf-8"))
     stopped = document["stopped"]
     return State(
-        **{name: document[name] for name in ("release", "source", "origin")},
+        **{name: document[name] for name in ("release", "sources", "why", "origin")},
         stock={fix: Stock(said) for fix, said in document["stock"].items()},
         results=[_result(row) for row in document["results"]],
         stopped=_result(stopped) if stopped else None,
@@ -94,4 +100,10 @@ def load_state(path: Path = STATE) -> State:
 
 
 def _result(row: dict[str, str]) -> Result:
-    return Result(row["fix"], Status(row["status"]), Stock(row["proof"]), tuple(row["hints"]))
+    return Result(
+        row["fix"],
+        Status(row["status"]),
+        Stock(row["proof"]),
+        tuple(row["hints"]),
+        row["source"],
+    )

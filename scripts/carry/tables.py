@@ -13,10 +13,10 @@ from scripts.carry.state import Result
 
 def table(release: str, results: Sequence[Result]) -> Table:
     """Return what became of each fix, for people."""
-    made = Table("fix", "result", "proof", _folded("hints"), title=f"vLLM {release}")
+    made = Table("fix", "from", "result", "proof", _folded("hints"), title=f"vLLM {release}")
     for result in results:
         hints = escape("\n".join(result.hints))
-        made.add_row(result.fix, result.status.value, result.proof.value, hints)
+        made.add_row(result.fix, result.source, result.status.value, result.proof.value, hints)
     return made
 
 

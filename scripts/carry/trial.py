@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 
 from packaging.version import Version
 
-from scripts.carry.merge import Carried, How, Source, Status, carry
+from scripts.carry.merge import CARRIED, Carried, How, Status
+from scripts.carry.sides import Sides
 from scripts.carry.state import Result
 from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series, carried_releases
@@ -17,31 +19,27 @@ from scripts.system.errors import NotCarriedError
 from scripts.upstream.history import Upstream
 
 
-def nearest(release: str, source: str | None = None) -> str:
-    """Return the release whose fixes are carried to `release`.
-
-    It is the newest with the same first two numbers, else the next one below, else the one above.
+def neighbours(release: str, source: str | None = None) -> list[str]:
+    """Return the releases whose fixes may be carried to `release`: the nearest below and above.
 
     Args:
         release: A pinned release.
-        source: A release that is to be taken instead.
+        source: The one release that is to be taken instead.
 
     Raises:
-        NotCarriedError: The fixes were not carried to `source`, or to none at all.
+        NotCarriedError: The fixes were not carried to `source`, or to no other release at all.
     """
-    carried = carried_releases()
-    if source is None and carried:
-        number = Version(release)
-        own = [one for one in carried if Version(one).release[:2] == number.release[:2]]
-        below = [one for one in carried if Version(one) < number]
-        source = (own or below or carried[:1])[-1]
-    if source is None or source not in carried:
+    carried = [one for one in carried_releases() if one != release]
+    below = [one for one in carried if Version(one) < Version(release)]
+    above = [one for one in carried if Version(one) > Version(release)]
+    found = [*below[-1:], *above[:1]] if source is None else [source]
+    if not found or source not in (None, *carried_releases()):
         raise NotCarriedError(
-            f"no fixes were carried to {source or 'any release'}",
+            f"no fixes were carried to {source or 'any other release'}",
             expected=f"one of {', '.join(carried) or '(there is none)'}",
             next_step=f"nox -s rebase -- {release}",
         )
-    return source
+    return found
 
 
 def without_carrying(fix: Fix, release: str, stock: Stock) -> Result | None:
@@ -75,36 +73,97 @@ def remarks(one: Carried) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Trial:
-    """What would become of each patch, and the new texts, by path, of all that were carried."""
+    """What would become of each fix, and the new texts, by path, of all that were carried.
+
+    `hunks` counts what became of the hunks of those that were merged, whatever came out.
+    """
 
     results: list[Result]
     texts: dict[str, str]
+    hunks: Counter[How]
+
+    @property
+    def exact(self) -> int:
+        """How many hunks apply exactly."""
+        return self.hunks[How.EXACT] + self.hunks[How.MOVED]
+
+    @property
+    def carried(self) -> int:
+        """How many fixes were carried."""
+        return sum(result.status in CARRIED for result in self.results)
+
+
+@dataclass(frozen=True)
+class Start:
+    """The series that fixes are carried from, the preferred one first.
+
+    Attributes:
+        series: One for each release.
+        trials: What would become of all fixes from each alone; none where there is one only.
+    """
+
+    series: tuple[Series, ...]
+    trials: tuple[Trial, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Which release is preferred, and why."""
+        first = f"from {self.series[0].release}"
+        said = [
+            f"from {series.release} {trial.exact} of {trial.hunks.total()} hunks apply exactly, "
+            f"{trial.hunks[How.MERGED]} merge"
+            for series, trial in zip(self.series, self.trials, strict=False)
+        ]
+        return f"{first}: {'; '.join(said)}" if said else first
+
+
+def start_of(
+    releases: Upstream,
+    sources: Sequence[Series],
+    release: str,
+    registry: Registry,
+    said: Mapping[str, Stock],
+) -> Start:
+    """Return where to start: more hunks of what is needed apply exactly, then more merge.
+
+    Args:
+        releases: Where all of these releases are.
+        sources: What can be carried; the first is taken where both are as good.
+        release: The release that fixes are carried to.
+        registry: What is known of the fixes.
+        said: What tests have said of the stock release, by fix.
+    """
+    if len(sources) == 1:
+        return Start((*sources,))
+    tried = [(one, try_all(releases, [one], release, registry, said)) for one in sources]
+    tried.sort(key=lambda pair: (pair[1].exact, pair[1].hunks[How.MERGED]), reverse=True)
+    return Start(tuple(series for series, _ in tried), tuple(trial for _, trial in tried))
 
 
 def try_all(
     releases: Upstream,
-    series: Series,
+    sources: Sequence[Series],
     release: str,
     registry: Registry,
     said: Mapping[str, Stock],
 ) -> Trial:
-    """Return what would become of each patch of `series` on `release`; nothing is written.
+    """Return what would become of each fix of `sources` on `release`; nothing is written.
 
     A fix that needs a person counts as left out for those after it.
 
     Args:
-        releases: Where both releases are.
-        series: What is carried.
+        releases: Where all of these releases are.
+        sources: What is carried, the preferred release first.
         release: The release that they are carried to.
         registry: What is known of the fixes.
         said: What tests have said of the stock release, by fix.
     """
-    repository = releases.repository
-    source = series.release
-    stock, target = releases.tag(source), releases.tag(release)
+    repository, target = releases.repository, releases.tag(release)
     texts: dict[str, str] = {}
-    before = Source(lambda path: repository.read(stock, path) or "")
+    tags = {one.release: releases.tag(one.release) for one in sources}
+    sides = Sides(sources, lambda one, path: repository.read(tags[one], path) or "")
     results = []
+    hunks: Counter[How] = Counter()
 
     @cache
     def stock_of_target(path: str) -> str | None:
@@ -113,19 +172,25 @@ def try_all(
     def ours(path: str) -> str | None:
         return texts[path] if path in texts else stock_of_target(path)
 
-    for patch in series.patches:
-        fix = registry.fix(patch.fix_id)
+    for fix in sides.fixes(registry):
         result = without_carrying(fix, release, said[fix.id])
         if result is None:
-            one = carry(patch, before.before(patch), ours, repository, target)
-            hints = (*mentions(releases, fix, source, release), *remarks(one))
-            status = Status.PARTLY if said[fix.id] is Stock.MIXED else one.status
-            result = Result(fix.id, status, said[fix.id], hints)
-            if not status.stops:
+            source, one = sides.carry(fix, ours, repository, target, looking=False)
+            result = judged(releases, fix, release, source, one, said[fix.id])
+            hunks.update(hunk.how for hunk in one.hunks)
+            if not result.status.stops:
                 texts |= one.texts
-        before.add(patch, carried=result.status in _IN_TREE)
+        sides.add(fix, carried=result.status in (*CARRIED, Status.RESOLVED))
         results.append(result)
-    return Trial(results, texts)
+    return Trial(results, texts, hunks)
 
 
-_IN_TREE = (Status.CARRIED, Status.OFFSETS, Status.MERGED, Status.RESOLVED)
+def judged(
+    releases: Upstream, fix: Fix, release: str, source: str, one: Carried, stock: Stock
+) -> Result:
+    """Return the result for a fix that was carried by text, from `source`."""
+    hints = (*mentions(releases, fix, source, release), *remarks(one))
+    if stock is Stock.MIXED:
+        hints = (f"by its text: {one.status.value}", *hints)
+        return Result(fix.id, Status.PARTLY, stock, hints, source)
+    return Result(fix.id, one.status, stock, hints, source)

@@ -1,14 +1,16 @@
-"""`nox -s rebase -- RELEASE`: the fixes of the nearest release, carried to another.
+"""`nox -s rebase -- RELEASE`: the fixes of the nearest releases, carried to another.
 
     nox -s rebase -- 0.22.1                 carry, prove, land
-    nox -s rebase -- 0.22.1 --from 0.20.2   from another one than the nearest
+    nox -s rebase -- 0.22.1 --from 0.20.2   from this one and no other
     nox -s rebase -- 0.22.1 --dry-run       say what would become of each fix; run and write nothing
     nox -s rebase -- --continue             after a conflict, a failed proof, or a kill
     nox -s rebase -- --skip                 leave out the fix that it stopped at
     nox -s rebase -- --abort                give up; what tests have shown stays on record
 
 First the tests of every fix run on the stock release, unless they are on record for it: a fix
-whose tests pass there is not carried. The others are merged three ways, one commit each, in a
+whose tests pass there is not carried. The others start from the nearest release below or above,
+whichever has more hunks that apply exactly; a fix that has no patch there, or collides, comes from
+the other side if it is carried from that. They are merged three ways, one commit each, in a
 worktree below `.work/rebase/`. Where a person has to look it stops there. What was carried is
 exported into a copy of this repository, linted and proven by the regression tests there, and only
 then put into place here.
@@ -28,7 +30,7 @@ from packaging.version import InvalidVersion, Version
 from scripts.carry.rebase import resume, start
 from scripts.carry.state import WORK, not_carried
 from scripts.carry.tables import table
-from scripts.carry.trial import nearest, try_all
+from scripts.carry.trial import neighbours, start_of, try_all
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series
 from scripts.project import supported_release
@@ -70,12 +72,13 @@ def main() -> None:
             )
         elif options.dry_run:
             release = _release(options.release)
-            source = nearest(release, _source(options.source))
-            registry = load_registry()
+            named = neighbours(release, _source(options.source))
+            registry, releases = load_registry(), upstream(options.upstream)
             said = on_record(release, list(registry.fixes.values()))
-            trial = try_all(
-                upstream(options.upstream), load_series(source), release, registry, said
-            )
+            sources = [load_series(one) for one in named]
+            begin = start_of(releases, sources, release, registry, said)
+            trial = try_all(releases, begin.series, release, registry, said)
+            out.print(begin.why, markup=False)
             out.print(table(release, trial.results))
         else:
             start(_release(options.release), _source(options.source), options.upstream)

@@ -1,8 +1,8 @@
-"""`nox -s replay`: how well does carrying work? Each release is carried as if it had just come out.
+"""`nox -s replay`: how well does carrying work? Each release is carried to as if it were new.
 
-For each pinned release from 0.20.0 on, the newest older release with a line is the source, as
-`nox -s rebase` would take it on the day. Of the registry only what it says of the source counts,
-for it knows the future: what a stock release has already is what the tests on record say. Nothing
+For each pinned release from 0.20.0 on, the nearest carried releases below and above it are the
+sources, as `nox -s rebase` takes them. Of the registry only what it says of those counts, for it
+knows the answer: what a stock release has already is what the tests on record say. Nothing
 lands. The table goes to `docs/replay.md` and `records/proofs/replay.json`.
 
     nox -s replay                      every transition, by text and by what is on record

@@ -64,7 +64,9 @@ def carried(
     target = folder / "target"
     commit(target, ours, "the release")
     git(target, "tag", "v2")
-    return carry(patch, {PATH: before}.__getitem__, ours.get, Repository(target), "v2")
+    return carry(
+        patch, lambda path: {PATH: before}.get(path, ""), ours.get, Repository(target), "v2"
+    )
 
 
 def swapped(text: str, *pairs: tuple[str, str]) -> str:
@@ -152,11 +154,80 @@ def test_a_twin_at_the_stated_line_is_not_taken_for_the_place(tmp_path: Path) ->
     assert one.status is not Status.CARRIED
 
 
-def test_a_definition_that_is_gone_is_found_by_its_name(tmp_path: Path) -> None:
-    method = BASE[BASE.index("    def second") : BASE.index("    def third")]
-    rest = BASE.replace(method, "")
-    there = f"class Base:\n{method}".rstrip("\n") + "\n"
-    one = carried(tmp_path, {PATH: rest, "vllm/b/base.py": there})
+METHOD = BASE[BASE.index("    def second") : BASE.index("    def third")]
+REST = BASE.replace(METHOD, "")
+SPLIT = (
+    f"from vllm import base\n\n\nA = 1\nB = 2\nC = 3\n\n\nclass Base:\n{METHOD}".rstrip("\n") + "\n"
+)
+
+
+def test_a_definition_that_has_moved_is_followed_with_its_imports(tmp_path: Path) -> None:
+    """Upward: a class is split, and what the fix hangs on is a base's, in another module."""
+    one = carried(tmp_path, {PATH: REST, "vllm/a/base.py": SPLIT})
+    assert one.status is Status.MERGED
+    assert [(hunk.how, hunk.said) for hunk in one.hunks] == [
+        (How.MERGED, "imports, gone with what uses them"),
+        (How.MERGED, "in vllm/a/base.py, Base.second now"),
+    ]
+    hooked = swapped(SPLIT, ("import base\n", "import base\nfrom ours import hook\n"))
+    assert one.texts == {"vllm/a/base.py": swapped(hooked, ("go_on()", "hook(self)"))}
+
+
+def test_a_definition_that_has_moved_is_followed_back(tmp_path: Path) -> None:
+    """Downward: the other release has not split the class yet, and there is no such module."""
+    base = "vllm/a/base.py"
+    fixed = swapped(SPLIT, ("import base\n", "import base\nfrom ours import hook\n"))
+    fixed = swapped(fixed, ("go_on()", "hook(self)"))
+    name, source = "1-it/0.20.2.patch", tmp_path / "source"
+    write(source, {name: stored_of(source, {base: SPLIT}, {base: fixed})})
+    patch = read_patch(source / name)
+    target = tmp_path / "target"
+    commit(target, {PATH: BASE}, "the release")
+    git(target, "tag", "v1")
+    was = {base: SPLIT, PATH: REST}
+    one = carry(patch, lambda path: was.get(path, ""), {PATH: BASE}.get, Repository(target), "v1")
+    assert one.status is Status.MERGED
+    after = swapped(BASE, ("import three\n", "import three\nfrom ours import hook\n"))
+    assert one.texts == {PATH: swapped(after, ("        go_on()", "        hook(self)"))}
+
+
+def test_imports_stay_for_what_stays(tmp_path: Path) -> None:
+    after = FIXED.removesuffix("        end()\n") + "        hook(self)\n"
+    ours = {PATH: REST, "vllm/a/base.py": SPLIT}
+    one = carried(tmp_path, ours, after=after)
+    assert one.status is Status.MERGED
+    assert all("from ours import hook\n" in text for text in one.texts.values())
+    assert one.texts[PATH].count("hook(self)") == 1
+
+
+def test_what_may_have_gone_to_two_places_needs_a_person(tmp_path: Path) -> None:
+    ours = {PATH: REST, "vllm/a/base.py": SPLIT, "vllm/a/push.py": SPLIT}
+    one = carried(tmp_path, ours)
+    assert one.status is Status.GONE
+    assert {place.path for place in one.hunks[1].went} == {"vllm/a/base.py", "vllm/a/push.py"}
+
+
+def test_what_stood_elsewhere_before_is_not_what_has_moved(tmp_path: Path) -> None:
+    patch = a_patch(tmp_path / "source")
+    target = tmp_path / "target"
+    ours = {PATH: REST, "vllm/a/twin.py": SPLIT}
+    commit(target, ours, "the release")
+    git(target, "tag", "v2")
+    was = {PATH: BASE, "vllm/a/twin.py": SPLIT}
+    one = carry(patch, lambda path: was.get(path, ""), ours.get, Repository(target), "v2")
+    assert one.status is Status.GONE
+
+
+def test_what_has_moved_and_collides_needs_a_person(tmp_path: Path) -> None:
+    other = swapped(SPLIT, ("        go_on()\n", "        go_further()\n"))
+    one = carried(tmp_path, {PATH: REST, "vllm/a/base.py": other})
+    assert one.status is Status.GONE
+    assert "vllm/a/base.py" not in one.texts
+
+
+def test_a_definition_without_a_place_for_its_import_is_proposed(tmp_path: Path) -> None:
+    there = f"class Base:\n{METHOD}".rstrip("\n") + "\n"
+    one = carried(tmp_path, {PATH: REST, "vllm/b/base.py": there})
     assert one.status is Status.GONE
     place = one.hunks[1].went[0]
     assert (place.path, place.name, place.share) == ("vllm/b/base.py", "Base.second", 1.0)
@@ -164,11 +235,17 @@ def test_a_definition_that_is_gone_is_found_by_its_name(tmp_path: Path) -> None:
     assert one.texts["vllm/b/base.py"] == there.replace("go_on()", "hook(self)")
 
 
-def test_a_file_that_is_gone_is_found_by_its_lines(tmp_path: Path) -> None:
+def test_a_module_that_has_moved_is_followed(tmp_path: Path) -> None:
     one = carried(tmp_path, {"vllm/core.py": BASE, "vllm/other.py": "x = 1\n"})
-    assert one.status is Status.GONE
-    assert [hunk.went[0].path for hunk in one.hunks] == ["vllm/core.py"] * 2
+    assert one.status is Status.MERGED
+    assert [hunk.said for hunk in one.hunks] == ["the module is vllm/core.py now"] * 2
     assert one.texts == {"vllm/core.py": FIXED}
+
+
+def test_a_module_that_may_be_either_of_two_needs_a_person(tmp_path: Path) -> None:
+    one = carried(tmp_path, {"vllm/core.py": BASE, "vllm/other.py": BASE})
+    assert one.status is Status.GONE
+    assert {place.path for place in one.hunks[1].went} == {"vllm/core.py", "vllm/other.py"}
 
 
 def test_what_is_nowhere_is_not_proposed(tmp_path: Path) -> None:

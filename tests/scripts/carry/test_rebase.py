@@ -138,7 +138,7 @@ def test_a_conflict_is_shown_resolved_and_proven(checkout: Checkout) -> None:
     text = (worktree(checkout) / WORKER).read_text()
     assert "<<<<<<< vLLM 0.21.0\n    return 9 + x\n|||||||" in text
     assert "=======\n    return work1(x)\n>>>>>>> 2-a-name/0.20.2.patch\n" in text
-    assert "return work1(x)" in git(worktree(checkout), "show", "fix/2")
+    assert "return work1(x)" in git(worktree(checkout), "show", "0.20.2/2")
     assert contents(checkout) == before
 
     assert "has a marker" in rebase(checkout, "--continue", code=2)
@@ -226,19 +226,31 @@ def test_a_defect_that_the_line_has_no_patch_for_is_named(checkout: Checkout) ->
     assert releases(checkout) == ["0.20.2"]
 
 
-def test_a_file_that_is_gone_is_said_to_be_and_where_it_went(checkout: Checkout) -> None:
-    files = {**toys.FILES, "vllm/core/worker.py": toys.FILES[WORKER]}
+def moved_to(checkout: Checkout, *paths: str) -> None:
+    """Make 0.21.0 a release whose worker is elsewhere; the tests follow it to the first path."""
+    files = {**toys.FILES, **dict.fromkeys(paths, toys.FILES[WORKER])}
     del files[WORKER]
-    files["vllm/core/__init__.py"] = ""
-    release(checkout, "0.21.0", files)
+    release(checkout, "0.21.0", {**files, "vllm/core/__init__.py": ""})
+    name = paths[0].removesuffix(".py").replace("/", ".")
+    for test in ("test_1.py", "test_2.py"):
+        change(checkout.folder / "tests/regressions" / test, "vllm.worker", name)
+
+
+def test_a_file_that_may_be_either_of_two_is_said_to_be_gone(checkout: Checkout) -> None:
+    moved_to(checkout, "vllm/core/worker.py", "vllm/core/other.py")
     said = rebase(checkout, "0.21.0", "--dry-run")
     assert said.count("target gone") == 2
-    change(checkout.folder / "tests/regressions/test_1.py", "vllm.worker", "vllm.core.worker")
-    change(checkout.folder / "tests/regressions/test_2.py", "vllm.worker", "vllm.core.worker")
     said = "".join(rebase(checkout, "0.21.0", code=31).replace("│", "").split())
     assert "fix1onvLLM0.21.0:targetgone" in said
     assert "thereisnovllm/worker.py" in said
     assert "vllm/core/worker.py,work2(100%ofitslines)" in said
+
+
+def test_a_file_that_has_moved_is_followed(checkout: Checkout) -> None:
+    moved_to(checkout, "vllm/core/worker.py")
+    said = rebase(checkout, "0.21.0", "--dry-run")
+    assert said.count("carried by merging") == 2
+    assert "the module is vllm/core/worker.py now" in " ".join(said.replace("│", " ").split())
 
 
 def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:

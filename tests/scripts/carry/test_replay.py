@@ -31,9 +31,9 @@ def test_each_release_is_carried_to_as_if_it_were_new(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     rows = json.loads((checkout.folder / "records" / "proofs" / "replay.json").read_text())
     assert [(row["release"], row["from"]) for row in rows] == [
-        ("0.20.3", "0.20.2"),
-        ("0.21.0", "0.20.2"),
-        ("0.22.0", "0.20.2"),
+        ("0.20.3", ["0.20.2"]),
+        ("0.21.0", ["0.20.2"]),
+        ("0.22.0", ["0.20.2"]),
     ]
     fates = [{fix: said["status"] for fix, said in row["fixes"].items()} for row in rows]
     assert fates == [
@@ -43,9 +43,11 @@ def test_each_release_is_carried_to_as_if_it_were_new(tmp_path: Path) -> None:
     ]
     assert rows[0]["proven"] == {"1": True, "2": True}
     page = (checkout.folder / "docs" / "replay.md").read_text()
-    assert "| 0.20.3 | 0.20.2 | 2 | 0 | 0 | 2 of 2 | 0 | 0 | 0 | 0 of 2 |" in page
-    assert "| 0.22.0 | 0.20.2 | 1 | 0 | 0 | - | 0 | 0 | 1 | 0 of 2 |" in page
-    assert "Of 6 times that a fix met a release, 4 were carried without a hand" in page
+    assert (
+        "| 0.20.3 | 0.20.2 | 2 | 2 from 0.20.2 | - | 0 | 0 | 2 of 2 | 0 | 0 | 0 | 0 of 2 |" in page
+    )
+    assert "| 0.22.0 | 0.20.2 | 1 | 1 from 0.20.2 | - | 0 | 0 | - | 0 | 0 | 1 | 0 of 2 |" in page
+    assert "Of 6 times that a fix met a release, 4 (67%) were carried without a hand" in page
 
     for path in checkout.patches.rglob("*"):
         assert path.is_dir() or path.read_bytes() == before[path]
@@ -69,5 +71,5 @@ def test_what_fails_its_tests_is_named(tmp_path: Path) -> None:
     release(checkout, "0.20.3", changed(("    return x + 1\n", "    return x + 100\n")))
     assert checkout.run("replay", "--prove", "0.20.3", timeout=300).returncode == 0
     page = (checkout.folder / "docs" / "replay.md").read_text()
-    assert "| 0.20.3 | 0.20.2 | 2 | 0 | 0 | 0 of 2 |" in page
+    assert "| 0.20.3 | 0.20.2 | 2 | 2 from 0.20.2 | - | 0 | 0 | 0 of 2 |" in page
     assert "Carried to 0.20.3 by text, and failing its tests there: 1, 2." in page

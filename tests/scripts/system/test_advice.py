@@ -96,7 +96,7 @@ UNTYPED = {
     "carry/track:_tool:CommandError": "asks the index",
     "commits/bundle:_check:CheckFailedError": "as the others that name lint",
     "carry/landing:_run:CheckFailedError": "as that of _check_needed in the same module",
-    "carry/trial:nearest:NotCarriedError": "as that of project, which comes before it",
+    "carry/trial:neighbours:NotCarriedError": "as that of project, which comes before it",
     "patchset/registry:Registry.fix:RegistryError": "as the others that name lint",
     "patchset/series:load_series:NotCarriedError": "as that of project, which comes before it",
     "upstream/history:_pinned:NotLockedError": "as that of upstream/pin",
