@@ -11,7 +11,7 @@ A fork is what a fresh process would be, but for what no side of a release chang
 - torch, transformers and what these bring are there, which is most of what it takes to import vLLM.
   Nothing of vLLM, pytest or our tests is, nor anything that a plugin of pytest rewrites (anyio).
 - The version of a package is looked up once: vLLM reads the whole metadata of transformers for
-  every model configuration, which is half of the time that our tests take.
+  every model configuration.
 
 A process with threads cannot be forked safely, so none may be left when the first run starts.
 """
@@ -19,6 +19,7 @@ A process with threads cannot be forked safely, so none may be left when the fir
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import importlib.metadata
 import json
@@ -84,6 +85,7 @@ def share() -> None:
     Raises:
         RuntimeError: That has started a thread, or imported what each run has to import itself.
     """
+    gc.disable()  # as the documentation of `gc.freeze` has it for a process that forks
     before = dict(os.environ)
     os.environ.update(FIRST)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # read on import; tests.support.vllm_cpu sets it
@@ -100,10 +102,12 @@ def share() -> None:
     early = [name for name in _KEPT_OUT if name in sys.modules]
     if threads > 1 or threading.active_count() > 1 or early:
         raise RuntimeError(f"cannot fork: {threads} threads, {early} imported")
+    gc.freeze()  # else each collection in a fork looks at all of torch, and copies its memory
 
 
 def become(run: Mapping[str, Any], output: Path) -> None:
     """Make this fork what `python -m` would be, and run the module to the end of the process."""
+    gc.enable()
     for number, end in ((1, "out"), (2, "err")):
         file = os.open(f"{output}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, number)
