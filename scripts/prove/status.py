@@ -87,8 +87,7 @@ def prove_missing(release: str, registry: Registry) -> None:
     kept = environment.folder.is_dir()
     try:
         environment.make()
-        if kept:
-            environment.install(environment.stock)
+        environment.install(environment.stock)
         runs: dict[str, Run] = {}
         for side, keys in due.items():
             if keys:
