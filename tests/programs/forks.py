@@ -13,6 +13,8 @@ A fork is what a fresh process would be, but for what no side of a release chang
 - The version of a package is looked up once: vLLM reads the whole metadata of transformers for
   every model configuration.
 
+Start it in a process group of its own: when what started it ends, it ends the group.
+
 A process with threads cannot be forked safely, so none may be left when the first run starts.
 """
 
@@ -57,6 +59,7 @@ _KEPT_OUT = ("vllm", "vllm_overlay", "pytest", "_pytest", "hypothesis", "anyio",
 
 def main(folder: Path, at_once: int) -> None:
     """Run what `folder` says; in each fork, this does not return."""
+    parent = os.getppid()
     runs: list[dict[str, Any]] = json.loads((folder / "runs.json").read_text())
     share()
     waiting = list(enumerate(runs))
@@ -76,6 +79,8 @@ def main(folder: Path, at_once: int) -> None:
                 (folder / f"{number}.code").write_text(str(code))
             elif time.monotonic() > deadline:
                 os.kill(pid, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.killpg(os.getpgrp(), signal.SIGKILL)
         time.sleep(0.1)
 
 

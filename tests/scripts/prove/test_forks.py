@@ -114,7 +114,8 @@ def test_what_a_fork_would_not_have_like_a_fresh_process_is_refused(
     assert said in caught.value.found
 
 
-def test_ctrl_c_ends_all_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
+def test_what_ends_the_tools_ends_all_runs(tmp_path: Path, end: signal.Signals) -> None:
     program = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     one = side(tmp_path, "stock", program=program)
     marks = [tmp_path / "first", tmp_path / "second"]
@@ -136,11 +137,11 @@ def test_ctrl_c_ends_all_runs(tmp_path: Path) -> None:
     )
     try:
         until(lambda: all(mark.is_file() and mark.read_text() for mark in marks))
-        tools.send_signal(signal.SIGINT)
+        tools.send_signal(end)
         _, error = tools.communicate(timeout=30)
     finally:
         tools.kill()
-    assert b"KeyboardInterrupt" in error
+    assert (b"KeyboardInterrupt" in error) == (end == signal.SIGINT)
     for mark in marks:
         until(lambda mark=mark: not alive(int(mark.read_text())))
 
