@@ -1,8 +1,9 @@
 """`nox -s regressions -- RELEASE...`: each defect on the stock release, and none on the patched.
 
-For each release, in one environment: the tests of tests/regressions run on the stock wheel, then
-on the patched wheel that is installed in its place, and then, for each fix, on the stock files
-with that fix alone (and what it depends on). A fix passes only if
+For each release, in one environment and two at a time: the tests of tests/regressions run on the
+stock wheel, on the patched wheel, which lies beside it, and, for each fix, on the stock files with
+that fix alone (and what it depends on). Each run is a fork of one process that has imported torch
+and transformers (tests/programs/forks.py). A fix passes only if
 
 - each of its tests fails on stock, and at least one by an assertion of its own file;
 - each passes on the patched wheel;

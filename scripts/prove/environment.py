@@ -1,8 +1,9 @@
-"""An environment that holds one vLLM release: made once, kept below .nox/, swapped in place.
+"""An environment that holds one vLLM release: made once, kept below .nox/.
 
 It is made from the pinned wheel, with uv where that is on the PATH and with venv and pip where it
-is not. Between the stock and the patched side only the vLLM wheel is exchanged, so whatever
-differs between two runs comes from the wheel.
+is not. Of another side there is a folder with its vLLM, which hides the installed one where it is
+in front of the import path: whatever differs between two runs comes from vLLM, and both can run at
+once.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from scripts.patchset.patch import Patch, apply_patches
 from scripts.project import ROOT, read_toml
 from scripts.system.console import err
 from scripts.system.errors import UsageError
+from scripts.system.files import sha256
 from scripts.system.process import run
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
@@ -92,6 +94,12 @@ class Environment:
         shutil.rmtree(folder, ignore_errors=True)
         run([*installer(self.python), "--no-deps", "--target", folder, *packages], timeout=timeout)
         stamp.write_text(key)
+
+    def beside(self, name: str, wheel: Path) -> Path:
+        """Return a folder of the environment with `wheel`, which hides the installed vLLM."""
+        folder = self.folder / name
+        self.install_into(folder, sha256(wheel), wheel)
+        return folder
 
     def install(self, wheel: Path) -> None:
         """Exchange the installed vLLM for `wheel`; nothing else changes."""

@@ -1,13 +1,16 @@
-"""One run of pytest in an environment with vLLM, and what became of each test."""
+"""Runs of pytest in an environment with vLLM, and what became of each test."""
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from scripts.project import ROOT
 from scripts.prove.environment import Environment, stage
-from scripts.prove.outcomes import Outcome, outcomes_of
+from scripts.prove.forks import Fork, run_in_forks
+from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
 from scripts.system.process import Finished, run
 
 PLUGIN = "tests.support.vllm_cpu"
@@ -30,11 +33,54 @@ def run_pytest(
     """
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log.jsonl")
-        # A file that cannot be collected must not keep the others from running.
-        options = ["-q", "--continue-on-collection-errors", "--report-log", str(log)]
-        words = [*options, *(str(ROOT / path) for path in paths)]
-        result = start_pytest(environment, words, shadow=shadow, timeout=timeout)
-        outcomes = outcomes_of(log) if log.is_file() else {}
+        result = start_pytest(environment, _words(paths, log), shadow=shadow, timeout=timeout)
+        return _outcomes(log, result, paths)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of the tests below `paths`; the `vllm` of `shadow`, if any, hides the installed one."""
+
+    paths: Sequence[str]
+    shadow: Path | None = None
+
+
+def run_together(
+    environment: Environment, runs: Mapping[str, Run], *others: Fork, timeout: float = 1800
+) -> tuple[dict[str, Outcomes], list[Finished]]:
+    """Do `runs` and `others`, two at a time.
+
+    Args:
+        environment: Whose Python runs them.
+        runs: Runs of pytest by name.
+        others: What runs along.
+        timeout: Seconds for each.
+
+    Returns:
+        The outcomes of each run by node id, and what became of the others.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, f"{number}.jsonl") for number in range(len(runs))]
+        forks = [
+            Fork(_arguments(_words(run.paths, log)), run.shadow)
+            for run, log in zip(runs.values(), logs, strict=True)
+        ]
+        ended = run_in_forks(environment, [*forks, *others], timeout=timeout)
+        outcomes = {
+            name: _outcomes(log, result, run.paths)
+            for (name, run), log, result in zip(runs.items(), logs, ended, strict=False)
+        }
+    return outcomes, ended[len(runs) :]
+
+
+def _words(paths: Sequence[str], log: Path) -> list[str]:
+    # A file that cannot be collected must not keep the others from running.
+    options = ["-q", "--continue-on-collection-errors", "--report-log", str(log)]
+    return [*options, *(str(ROOT / path) for path in paths)]
+
+
+def _outcomes(log: Path, result: Finished, paths: Sequence[str]) -> Outcomes:
+    outcomes = outcomes_of(log) if log.is_file() else {}
     if result.returncode not in WHOLE_RUN or not outcomes:
         said = (result.stdout + result.stderr).strip()[-2000:]
         message = f"pytest ended with {result.returncode}: {said}"
@@ -52,14 +98,18 @@ def start_pytest(
 ) -> Finished:
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
     return run(
-        [
-            environment.python, "-m", "pytest", "-p", PLUGIN, "-p", RAISED,
-            "-p", "no:cacheprovider",
-            "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
-        ],
+        [environment.python, "-m", *_arguments(words)],
         cwd=stage(),
         env=environment.variables(shadow),
         timeout=timeout,
         check=False,
         stream=stream,
-    )  # fmt: skip
+    )
+
+
+def _arguments(words: Sequence[str]) -> list[str]:
+    """Return pytest and its words, as they stand after `python -m`."""
+    return [
+        "pytest", "-p", PLUGIN, "-p", RAISED, "-p", "no:cacheprovider",
+        "--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *words,
+    ]  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -19,12 +18,14 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series
 from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
-from scripts.prove.environment import Environment, stage
+from scripts.prove.environment import Environment
+from scripts.prove.forks import Fork
 from scripts.prove.outcomes import Outcomes, is_of
-from scripts.prove.pytest import run_pytest
+from scripts.prove.pytest import Run, run_together
 from scripts.prove.record import of_fix
 from scripts.system.console import err
-from scripts.system.process import run
+from scripts.system.errors import CommandError
+from scripts.system.process import Finished
 from scripts.wheel.build import patched_wheel
 
 
@@ -61,47 +62,55 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
     """Run all sides of `release` and return what they say of `fixes`."""
     series = Target.of(release).series
     environment = Environment(release).make()
-    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
-    wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
-    sides: dict[str, Outcomes] = {}
-    identities: dict[str, Identity] = {}
-    for side, wheel in wheels.items():
-        err.print(f"{release}: {side} ...")
-        environment.install(wheel)
-        sides[side] = run_pytest(environment, paths)
-        identities[side] = _identity(environment)
     environment.install(environment.stock)
-    patched_fixes = [fix for fix in fixes if fix.id in series.fix_ids]
-    # Two at a time: a run is one process on one core, and takes 1.5 GB.
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        alone = pool.map(
-            lambda fix: _alone(environment, series, fix, registry, paths), patched_fixes
-        )
-        alone_by_fix = dict(zip((fix.id for fix in patched_fixes), alone, strict=True))
+    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
+    patched = environment.beside("patched", patched_wheel(release))
+    sides = {"stock": None, "patched": patched}
+    folder = ROOT / ".nox" / f"alone-{release}"
+    try:
+        alone = {
+            fix.id: environment.shadow(folder / fix.id, series.only([fix.id], registry))
+            for fix in fixes
+            if fix.id in series.fix_ids
+        }
+        err.print(f"{release}: stock, patched, and {len(alone)} fixes alone, two at a time ...")
+        runs = {name: Run(paths, shadow) for name, shadow in {**sides, **alone}.items()}
+        asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]
+        outcomes, answers = run_together(environment, runs, *asking)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    identities = {
+        side: _identity(side, answer) for side, answer in zip(sides, answers, strict=True)
+    }
     verdicts = []
     for fix in fixes:
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
-            stock=of_fix(fix, release, sides["stock"]),
-            patched=of_fix(fix, release, sides["patched"]),
-            alone=alone_by_fix.get(fix.id, {}),
+            stock=of_fix(fix, release, outcomes["stock"]),
+            patched=of_fix(fix, release, outcomes["patched"]),
+            alone=outcomes.get(fix.id, {}),
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
     return ReleaseVerdict(release, verdicts, identities, list(_split(identities, registry, series)))
 
 
-def _identity(environment: Environment) -> Identity:
-    """Ask the installed vLLM for its version and for the hash that its handshake compares."""
-    result = run(
-        [environment.python, "-W", "ignore", "-m", "tests.programs.handshake_hash"],
-        cwd=stage(),
-        env=environment.variables(None),
-        timeout=300,
-    )
-    version, handshake = result.stdout.splitlines()[-1].split()
-    return Identity(version, handshake)
+def _identity(side: str, answer: Finished) -> Identity:
+    """Read what the vLLM of `side` calls itself, and the hash that its handshake compares.
+
+    Raises:
+        CommandError: It could not say.
+    """
+    words = (answer.stdout.splitlines() or [""])[-1].split()
+    if answer.returncode or len(words) != len(Identity._fields):
+        raise CommandError(
+            f"{side}: tests.programs.handshake_hash ended with {answer.returncode}:\n"
+            f"{(answer.stderr or answer.stdout)[-4000:]}",
+            expected="a version and a hash on its last line",
+            next_step="mend tests/programs/handshake_hash.py, or what it reaches",
+        )
+    return Identity(*words)
 
 
 def _split(identities: dict[str, Identity], registry: Registry, series: Series) -> Iterator[str]:
@@ -115,19 +124,6 @@ def _split(identities: dict[str, Identity], registry: Registry, series: Series) 
             f"handshake hashes: stock {stock.handshake}, patched {patched.handshake}; "
             f"fixes that break the wire: {', '.join(changes) or 'none'}"
         )
-
-
-def _alone(
-    environment: Environment, series: Series, fix: Fix, registry: Registry, paths: list[str]
-) -> Outcomes:
-    err.print(f"{environment.release}: {fix.id} alone ...")
-    patches = series.only([fix.id], registry)
-    folder = ROOT / ".nox" / f"alone-{environment.release}-{fix.id}"
-    try:
-        shadow = environment.shadow(folder, patches)
-        return run_pytest(environment, paths, shadow=shadow)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry) -> Iterator[str]:

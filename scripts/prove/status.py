@@ -22,7 +22,7 @@ from scripts.project import REPORTS, ROOT
 from scripts.prove.environment import Environment
 from scripts.prove.key import Side, inputs
 from scripts.prove.outcomes import Outcome
-from scripts.prove.pytest import run_pytest
+from scripts.prove.pytest import Run, run_together
 from scripts.prove.record import Proof, proofs, record
 from scripts.prove.status_page import as_html, as_markdown
 from scripts.prove.stock import Stock, judge
@@ -88,17 +88,21 @@ def prove_missing(release: str, registry: Registry) -> None:
     kept = environment.folder.is_dir()
     try:
         environment.make()
+        environment.install(environment.stock)
+        runs: dict[str, Run] = {}
         for side, keys in due.items():
             if keys:
                 err.print(f"{release}: {side}, the tests of {len(keys)} fixes ...")
-                wheel = environment.stock if side == "stock" else patched_wheel(release)
-                environment.install(wheel)
                 paths = sorted({test.partition("::")[0] for fix, _ in keys for test in fix.tests})
-                record(release, side, keys, run_pytest(environment, paths))
+                patched = side == "patched"
+                shadow = environment.beside(side, patched_wheel(release)) if patched else None
+                runs[side] = Run(paths, shadow)
+        outcomes, _ = run_together(environment, runs)
+        for side, keys in due.items():
+            if side in outcomes:
+                record(release, side, keys, outcomes[side])
     finally:
-        if kept:
-            environment.install(environment.stock)
-        else:
+        if not kept:
             shutil.rmtree(environment.folder, ignore_errors=True)
 
 

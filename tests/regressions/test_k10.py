@@ -7,11 +7,12 @@ request got, and gets the KV from a prefill server that frees it as soon as it w
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import zlib
 from collections import Counter
-from collections.abc import Coroutine, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import pytest
 from vllm.v1.engine import EngineCoreRequest
@@ -80,13 +81,38 @@ def run(test: Coroutine[Any, Any, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 60))
 
 
+class Pair(NamedTuple):
+    """A decode server and one without a connector, which live in `loop`."""
+
+    loop: asyncio.AbstractEventLoop
+    decode: Server
+    plain: Server
+
+    def run(self, test: Coroutine[Any, Any, None]) -> None:
+        self.loop.run_until_complete(asyncio.wait_for(test, 60))
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    """Two servers for many requests: to build one takes longer than what a test asks of it."""
+    loop = asyncio.new_event_loop()
+    with contextlib.closing(loop):
+        stack = contextlib.AsyncExitStack()
+        decode, plain = (
+            loop.run_until_complete(stack.enter_async_context(serving(connector=connector)))
+            for connector in ("NixlConnector", None)
+        )
+        yield Pair(loop, decode, plain)
+        loop.run_until_complete(stack.aclose())
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize(
     ("n", "prompts"), [(2, 1), (8, 1), (1, 2), (1, 3), (2, 2), (8, 2), (2, 3), (8, 3)]
 )
 def test_same_tokens_as_a_plain_server(
-    n: int, prompts: int, seed: int | None, stream: bool
+    pair: Pair, n: int, prompts: int, seed: int | None, stream: bool
 ) -> None:
     prompt = PROMPTS[:prompts] if prompts > 1 else PROMPTS[0]
     request = body(
@@ -94,18 +120,15 @@ def test_same_tokens_as_a_plain_server(
     )
 
     async def test() -> None:
-        async with serving() as server:
-            engine = Engine(server, PROMPTS[0])
-            received = await texts(server, request)
-        async with serving(connector=None) as server:
-            plain = Engine(server, [])
-            expected = await texts(server, {**request, "kv_transfer_params": None})
+        engine, plain = Engine(pair.decode, PROMPTS[0]), Engine(pair.plain, [])
+        received = await texts(pair.decode, request)
+        expected = await texts(pair.plain, {**request, "kv_transfer_params": None})
         assert engine.heard == {REMOTE["remote_request_id"]: 1}
         assert received == expected
         assert len(received) == n * prompts
         assert engine.asked == plain.asked
 
-    run(test())
+    pair.run(test())
 
 
 @pytest.mark.parametrize("conversations", [2, 3])

@@ -40,6 +40,13 @@ class Environment(Environment):
         shutil.rmtree(self.folder, ignore_errors=True)
         zipfile.ZipFile(wheel).extractall(self.folder)
 
+    def install_into(self, folder, key, *packages, timeout=0):
+        import zipfile
+
+        shutil.rmtree(folder, ignore_errors=True)
+        for wheel in packages:
+            zipfile.ZipFile(wheel).extractall(folder)
+
     def site(self):
         return self.folder
 
@@ -65,6 +72,7 @@ _FILES = {
         f"tests/support/{name}.py": (ROOT / "tests" / "support" / f"{name}.py").read_text()
         for name in ("harness", "raised")
     },
+    "tests/programs/forks.py": (ROOT / "tests" / "programs" / "forks.py").read_text(),
     "tests/programs/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
     HOOKED: '"""All releases: what a hook calls."""\n'
     "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
