@@ -92,10 +92,11 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Test the tools, then the overlay on an installed patched vLLM of the default release."""
+    """Test the tools, then the overlay on a patched vLLM: nox -s tests -- [--release RELEASE]."""
     install(session, "tests")
     if not session.posargs:
-        session.run("python", "-m", "pytest", "tests/scripts")
+        side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
+        session.run("python", "-m", "pytest", *side_by_side, "tests/scripts")
     command(session, group="tests")
 
 

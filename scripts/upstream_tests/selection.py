@@ -24,7 +24,7 @@ _RECOMMENDED = {
     "tests/v1/engine": "kv_transfer_rejection",
     "tests/v1/metrics": "stats",
 }
-_BATCH = 60_000  # bytes of test files for one process
+_BATCH = 200_000  # bytes of test files for one process
 LEFT_OUT = {
     "test_abort_timeout_on_prefiller": "starts a real engine",
     "test_fewer_blocks_with_hma": "starts a real engine",
@@ -65,8 +65,8 @@ def affected(root: Path, changed: Collection[str], steps: int = 1) -> list[str]:
 def batches(root: Path, files: Iterable[str]) -> list[tuple[str, ...]]:
     """Return `files`, relative to `root`, in batches for one process each, the longest first.
 
-    A process spends ten seconds on importing vLLM, more than most files take to run. What a file
-    costs is guessed by its length.
+    A process spends ten seconds and more on importing vLLM, more than most files take to run. What
+    a file costs is guessed by its length.
     """
     found: list[tuple[str, ...]] = []
     batch: tuple[str, ...] = ()

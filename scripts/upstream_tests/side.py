@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 WORK = ROOT / ".work" / "upstream"
-PLUGIN = ROOT / "tests" / "support" / "vllm_cpu.py"
+PLUGINS = tuple(ROOT / "tests" / "support" / f"{name}.py" for name in ("vllm_cpu", "frozen"))
 LIMIT = 120.0  # seconds for one test
 _GRACE = 60.0  # seconds more without a word from pytest, after which it is past saving
 _START = 900.0  # seconds until the first word: vLLM is imported, on a busy machine and uncompiled
@@ -118,11 +118,13 @@ class Side:
         self._lay_out_tests()
         self._environment.install_into(self.folder / "site", self.sha256, self.wheel)
         write_models(self.folder / "models")
-        plugin = self.folder / "plugin"
-        plugin.mkdir(exist_ok=True)
-        shutil.copyfile(PLUGIN, plugin / PLUGIN.name)
+        folder = self.folder / "plugin"
+        folder.mkdir(exist_ok=True)
+        for plugin in PLUGINS:
+            shutil.copyfile(plugin, folder / plugin.name)
         self.version = self._installed_version()
-        for part in (self.sha256, *self._environment.contents(), PLUGIN.read_text(), LIMIT):
+        texts = [plugin.read_text() for plugin in PLUGINS]
+        for part in (self.sha256, *self._environment.contents(), *texts, LIMIT):
             self._inputs.update(f"{part}\0".encode())
         return self
 
@@ -273,8 +275,9 @@ class Side:
         return [line for line in result.stdout.splitlines() if line.startswith(starts)]
 
     def _pytest(self, *words: str) -> list[str]:
+        plugins = [word for plugin in PLUGINS for word in ("-p", plugin.stem)]
         return [
-            str(self._environment.python), "-m", "pytest", "-q", "-p", PLUGIN.stem,
+            str(self._environment.python), "-m", "pytest", "-q", *plugins,
             "-p", "no:cacheprovider", "--rootdir", str(self.folder),
             "--continue-on-collection-errors", f"--timeout={LIMIT:g}", *words,
         ]  # fmt: skip

@@ -1,8 +1,8 @@
 """A small vLLM with tests of its own: `python -m tests.scripts.upstream_toys FOLDER ARGUMENTS`.
 
 Runs `nox -s upstream_tests` as a user would, with real wheels, real pytest processes and the real
-plugin. Only what is too big for a test is replaced: the vLLM wheels, the release's source tree, and
-torch, which the wheels bring as a small module of the same name. Limits are a few seconds.
+plugins. Only what is too big for a test is replaced: the vLLM wheels, the release's source tree,
+and torch, which the wheels bring as a small module of the same name. Limits are a few seconds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ _VLLM = {
 }
 
 CONFIG = """
-import pytest, torch, vllm
+import gc, pytest, torch, vllm
 from vllm.platforms import _current_platform
 
 def test_cpu():
     assert _current_platform.is_cpu()
     assert torch.distributed.is_backend_available("gloo")
     assert not torch.distributed.is_backend_available("nccl")
+    assert gc.get_freeze_count()  # the other plugin
 
 def test_breaks():
     assert vllm.VALUE == 1

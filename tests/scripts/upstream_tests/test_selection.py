@@ -63,7 +63,7 @@ def test_recommended_files_are_found_where_upstream_has_moved_them(tmp_path: Pat
 
 
 def test_small_files_share_a_process(tmp_path: Path) -> None:
-    sizes = {"a": 10_000, "b": 90_000, "c": 30_000, "d": 25_000, "e": 1_000}
+    sizes = {"a": 60_000, "b": 210_000, "c": 110_000, "d": 80_000, "e": 1_000}
     for name, size in sizes.items():
         (tmp_path / name).write_bytes(b"#" * size)
     assert batches(tmp_path, sizes) == [("b",), ("c", "d"), ("a", "e")]
