@@ -114,7 +114,7 @@ def parse_patch(name: str, text: str) -> Patch:
     diff = text[found.end() :]
     try:
         files = PatchSet(diff)
-    except (UnidiffParseError, IndexError) as error:  # the latter: a marker above all hunks
+    except UnidiffParseError as error:
         raise _malformed(name, str(error)) from error
     hunks: dict[str, tuple[Hunk, ...]] = {}
     for file in files:
@@ -124,8 +124,6 @@ def parse_patch(name: str, text: str) -> Patch:
             raise _malformed(name, f"{file.path} is added, removed, renamed or binary")
         if not _PATH.fullmatch(file.path) or {".", "..", ".git"} & {*file.path.split("/")}:
             raise _malformed(name, f"{file.path!r} is no path that a release has")
-        if file.path in hunks:
-            raise _malformed(name, f"{file.path} stands twice in it")
         if any(line.line_type == LINE_TYPE_NO_NEWLINE for hunk in file for line in hunk[:1]):
             raise _malformed(name, f"{file.path} has a hunk that begins with a marker")
         if not _follow(file):
@@ -136,6 +134,8 @@ def parse_patch(name: str, text: str) -> Patch:
     # the diff is written anew from what was read.
     if "".join(_written(file) for file in files) != diff or not all(hunks.values()):
         raise _malformed(name, "its diff has lines that belong to no hunk, or a change of mode")
+    if len(files) != len(hunks):
+        raise _malformed(name, "a file stands twice in it")
     return Patch(
         name=name,
         fix_id=found["fix"].partition("-")[0],

@@ -19,13 +19,13 @@ from pathlib import Path
 from random import Random
 
 from scripts.commands.apply import main as apply_main
-from scripts.commands.export import main as export_main
 from scripts.patchset.registry import load_registry
 from scripts.prove.outcomes import Outcome
 from scripts.prove.record import FOLDER, record
 from scripts.system.console import entry
 from scripts.upstream.cache import cache_folder
 from scripts.upstream.history import upstream
+from scripts.upstream.tree import release_tree
 from tests.scripts import toys
 from tests.scripts.checkouts import wheel_bytes, wheel_name
 from tests.scripts.hostile.batch import Batch, Broken
@@ -150,23 +150,27 @@ class History:
         return tags
 
 
-class Export(Apply):
-    """The fixes as mboxes and a bundle."""
+class Tree:
+    """The unpacked sdist of a release."""
+
+    concurrent = False
+
+    def __init__(self, work: Path) -> None:
+        self.folder = cache_folder() / "trees"
 
     def run(self) -> None:
         """Do what is killed."""
-        sys.argv = ["export", "0.20.2", "--out", str(self.folder / "export")]
-        export_main()
+        release_tree.__wrapped__("0.20.2")
 
     def reset(self, rng: Random) -> None:
         """Make the old state."""
         shutil.rmtree(self.folder, ignore_errors=True)
-        self.folder.mkdir()
 
     def state(self) -> str:
-        """Return which files there are."""
-        visible = [path for path in self.folder.iterdir() if not path.name.startswith(".")]
-        return str(sorted(str(p) for p in visible[0].rglob("*"))) if visible else "old"
+        """Return which files there are, and how large."""
+        trees = [path for path in self.folder.glob("*") if not path.name.startswith(".")]
+        files = (path for tree in trees for path in tree.rglob("*") if path.is_file())
+        return str(sorted((path.name, path.stat().st_size) for path in files)) if trees else "old"
 
 
 class Status:
@@ -205,7 +209,7 @@ class Status:
         return str(key)
 
 
-def one(scene: Apply | History | Status, rng: Random, took: float, whole: str) -> str:
+def one(scene: Apply | History | Status | Tree, rng: Random, took: float, whole: str) -> str:
     """Kill one run of `scene`, and check; return whether it had ended before, or what was seen."""
     scene.reset(rng)
     children = [start(scene.run) for _ in range(1 + scene.concurrent)]
@@ -227,7 +231,7 @@ def one(scene: Apply | History | Status, rng: Random, took: float, whole: str) -
 
 def run(seed: str, count: int, work: Path) -> Batch:
     """Kill `count` runs, of each scene as many."""
-    scenes = [kind(work) for kind in (Apply, TwoApplies, History, Status, Export)]
+    scenes = [kind(work) for kind in (Apply, TwoApplies, History, Status, Tree)]
     took, whole = {}, {}
     for scene in scenes:
         for _ in range(2):

@@ -153,6 +153,48 @@ def test_compressed_bytes_are_compared_and_not_only_what_the_directory_says(buil
     assert any("that cannot be read" in fault for fault in faults)  # its RECORD row, read in full
 
 
+@pytest.mark.parametrize("header", ["central", "local"])
+def test_each_field_of_a_header_is_compared_with_what_apply_writes(
+    built: Built, header: str
+) -> None:
+    sound = built.patched.read_bytes()
+    assert verify(built.patched, built.stock, built.expected).fixes == (FIX,)
+    signature, length = (b"PK\1\2", 46) if header == "central" else (b"PK\3\4", 30)
+    start = sound.index(signature)
+    for at in range(start, start + length):
+        content = bytearray(sound)
+        content[at] ^= 1
+        built.patched.write_bytes(content)
+        with pytest.raises((CheckFailedError, BrokenWheelError)):
+            verify(built.patched, built.stock, built.expected)
+
+
+def test_bytes_behind_the_wheel_are_found(built: Built) -> None:
+    content = built.patched.read_bytes()
+    comment = b"of the file"  # which stock has
+    assert content.endswith(comment)
+    built.patched.write_bytes(content[: -len(comment)] + b"of another!")
+    with pytest.raises(CheckFailedError, match="1 fault"):
+        verify(built.patched, built.stock, built.expected)
+
+
+def test_what_should_be_small_is_not_inflated(
+    built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = built.content()
+    content[NATIVE] = bytes(20_000_000)
+    built.rewrite(content)
+    read: list[str] = []
+    pieces = WheelReader.pieces
+    monkeypatch.setattr(
+        WheelReader, "pieces", lambda wheel, name: read.append(name) or pieces(wheel, name)
+    )
+    with pytest.raises(CheckFailedError):
+        verify(built.patched, built.stock, built.expected)
+    assert NATIVE not in read
+    assert NATIVE in capsys.readouterr().err
+
+
 def test_a_file_under_another_name_is_found(built: Built) -> None:
     other = built.patched.with_name("vllm-0.20.2+kvfix.0.1.0-py3-none-any.whl")
     built.patched = built.patched.rename(other)
