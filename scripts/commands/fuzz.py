@@ -16,6 +16,7 @@ import argparse
 import json
 import secrets
 import sys
+from typing import Any
 
 from rich.table import Table
 
@@ -45,7 +46,7 @@ def main() -> None:
     table = Table(
         "", "cases", "how they ended", "slowest", "peak memory", "rules broken", title="fuzz"
     )
-    broken = []
+    broken: list[dict[str, Any]] = []
     for kind in _COUNTS:
         if count := getattr(options, kind):
             result = _run(kind, count, options.seed, options.first)
@@ -70,7 +71,7 @@ def main() -> None:
         )
 
 
-def _run(kind: str, count: int, seed: str, first: int) -> dict[str, object]:
+def _run(kind: str, count: int, seed: str, first: int) -> dict[str, Any]:
     path = _FOLDER / f"{kind}.json"
     run(
         [
@@ -80,7 +81,8 @@ def _run(kind: str, count: int, seed: str, first: int) -> dict[str, object]:
         cwd=ROOT,
         stream=True,
     )
-    return json.loads(path.read_text(encoding="utf-8"))
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
 
 
 if __name__ == "__main__":

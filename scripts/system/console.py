@@ -16,7 +16,6 @@ from rich.text import Text
 from scripts.system.errors import INTERRUPTED, TERMINATED, KvfixError, StorageError
 
 
-
 def visible(text: str) -> str:
     """Return `text` with what a terminal would obey, or could not show, written as an escape.
 

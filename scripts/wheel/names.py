@@ -21,9 +21,7 @@ MARK = "kvfix"
 VERSION_MODULE = "vllm/_version.py"
 
 # Versions of vLLM have 40 characters at most; what is far longer is no version, and not parsed.
-_VERSION_LINE = re.compile(
-    r"^(__version__ = version = )(['\"])(?P<value>[^'\"\n]{,200})\2$", re.M
-)
+_VERSION_LINE = re.compile(r"^(__version__ = version = )(['\"])(?P<value>[^'\"\n]{,200})\2$", re.M)
 _TUPLE_LINE = re.compile(r"^(__version_tuple__ = version_tuple = )(?P<value>\(.{,200}\))$", re.M)
 
 

@@ -95,7 +95,7 @@ def first_difference(
 
 
 class _Writes(Protocol):
-    def write(self, data: bytes, /) -> object: ...
+    def write(self, data: bytes | memoryview, /) -> object: ...
 
 
 class _DiffersError(Exception):
@@ -113,8 +113,8 @@ class _Same:
         self._file = file
         self.equal = 0
 
-    def write(self, data: bytes) -> None:
-        found = self._file.read(len(data))
+    def write(self, data: bytes | memoryview) -> None:
+        data, found = bytes(data), self._file.read(len(data))  # views compare slowly
         if found != data:
             pairs = zip(found, data, strict=False)
             self.equal += next((n for n, (a, b) in enumerate(pairs) if a != b), len(found))

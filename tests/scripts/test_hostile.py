@@ -1,4 +1,4 @@
-"""What the generators of `tests.scripts.hostile` make breaks no rule, and a rule that is broken shows."""
+"""What `tests.scripts.hostile` makes breaks no rule; where a check is missing, that shows."""
 
 from __future__ import annotations
 

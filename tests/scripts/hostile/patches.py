@@ -86,7 +86,7 @@ def _changed(rng: Random, text: str) -> str:
     elif what == 3 and hunks:  # fewer lines of context, with a head that knows
         _trim(rng, lines, rng.choice(hunks))
     elif what == 4 and hunks:  # hunks elsewhere
-        lines += lines[rng.choice(hunks) : -1] + [""]
+        lines += [*lines[rng.choice(hunks) : -1], ""]
     elif what == 5:  # the same file once more, or a second one
         lines += [line.replace(PATH, rng.choice((PATH, "vllm/b.py"))) for line in lines[:-1]] + [""]
     elif what == 6:
@@ -96,8 +96,8 @@ def _changed(rng: Random, text: str) -> str:
             1,
             rng.choice(
                 ("old mode 100644\nnew mode 100755", "new file mode 100644", "rename from x",
-                 "deleted file mode 100644", "index 1..2", "GIT binary patch", "similarity index 1%",
-                 "copy from a", "--- /dev/null", "+++ /dev/null")
+                 "deleted file mode 100644", "index 1..2", "GIT binary patch", "copy from a",
+                 "similarity index 1%", "--- /dev/null", "+++ /dev/null")
             ),
         )  # fmt: skip
     elif what == 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from random import Random
 from typing import Any
 
@@ -12,9 +13,9 @@ from scripts.project import PATCHES
 from tests.scripts import toys
 from tests.scripts.checkouts import registry_text
 
-try:
+if sys.version_info >= (3, 11):
     import tomllib
-except ModuleNotFoundError:
+else:
     import tomli as tomllib
 
 _TABLES = {
@@ -29,10 +30,11 @@ _TABLES = {
     },
 }
 _VALUES: tuple[Any, ...] = (
-    "", "x", "\n", "a\nb", "a\rb", "\x1b[31mred", "\u202e", "\0", "../../x", "/etc", "x" * 100_000,
-    "<" + "9" * 5000, "9" * 5000, "===x", "==0.20.*", ">=0.20,<0.19", "0.20.2", "none", "compatible: ",
-    "K1", "1", 1, 0, -1, 1.5, float("nan"), True, [], {}, [1], [[]], [{}], ["x"], ["\n"], {"a": 1},
-    [["1"]], ["1", "1"], ["9"], "Backport", "A <b>", ". <>", "é <é>", "a" * 61, [""], "a/b#1", "tests/x::y",
+    "", "x", "\n", "a\nb", "a\rb", "\x1b[31mred", "\u202e", "\0", "../../x", "/etc",
+    "x" * 100_000, "<" + "9" * 5000, "9" * 5000, "===x", "==0.20.*", ">=0.20,<0.19", "0.20.2",
+    "none", "compatible: ", "K1", "1", 1, 0, -1, 1.5, float("nan"), True, [], {}, [1], [[]], [{}],
+    ["x"], ["\n"], {"a": 1}, [["1"]], ["1", "1"], ["9"], "Backport", "A <b>", ". <>", "é <é>",
+    "a" * 61, [""], "a/b#1", "tests/x::y",
 )  # fmt: skip
 
 

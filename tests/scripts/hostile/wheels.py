@@ -184,10 +184,11 @@ def long_texts(rng: Random, entries: list[Entry]) -> None:
 
 
 NAMES = (
-    b"vllm/a\nb.py", b"vllm/a\x1b[31mred.py", b"vllm/\x07bell.py", b"vllm/a\rb", b"\n", b"\x1b]0;t\x07",
-    "vllm/\u202egnp.py".encode(), "vllm/\u2028.py".encode(), "vllm/\x85.py".encode(), b"vllm/\xff.py",
-    b"vllm/\0.py", b"/etc/x", b"../x", b"vllm/../../x", b"vllm\\x", b"C:x", b"vllm//x", b"./x", b"",
-    b"vllm/" + b"x" * 300, b"vllm/" + b"x/" * 3000 + b"y", b"x" * 65000, b"vllm/x/", b"vllm/~", b".",
+    b"vllm/a\nb.py", b"vllm/a\x1b[31mred.py", b"vllm/\x07bell.py", b"vllm/a\rb", b"\n",
+    b"\x1b]0;t\x07", "vllm/\u202egnp.py".encode(), "vllm/\u2028.py".encode(),
+    "vllm/\x85.py".encode(), b"vllm/\xff.py", b"vllm/\0.py", b"/etc/x", b"../x",
+    b"vllm/../../x", b"vllm\\x", b"C:x", b"vllm//x", b"./x", b"", b"vllm/" + b"x" * 300,
+    b"vllm/" + b"x/" * 3000 + b"y", b"x" * 65000, b"vllm/x/", b"vllm/~", b".",
     f"{FOLDER}/{'y' * 65000}".encode(), f"{FOLDER}/\n".encode(), "größe".encode("cp437"),
     b"vllm/worker.py/x", b"vllm", b"vllm_overlay", b"vllm_overlay/x.py", b"Vllm/Worker.py", b" ",
     f"{FOLDER}/sboms/kvfix.cdx.json".encode(), b"vllm-0.20.2.dist-info", b"other-1.dist-info/x",
@@ -284,9 +285,10 @@ def records(rng: Random, entries: list[Entry]) -> None:
     digest, _, size = rest.partition(b",")
     new = rng.choice(
         (
-            b"", rows[at] * 2, b"\n", b"\x1b[31m,sha256=x,1\n", b'"a\nb",sha256=x,1\n', b"\xff,a,1\n",
+            b"", rows[at] * 2, b"\n", b"\x1b[31m,sha256=x,1\n", b'"a\nb",sha256=x,1\n',
+            b"\xff,a,1\n", b"%b,%b,-1\n" % (name, digest),
             b"%b,%b,%b\n" % (name, digest, b"9" * 5000), b"%b,%b,0%b\n" % (name, digest, size),
-            b"%b,%b,\n" % (name, digest), b"%b,,%b\n" % (name, size), b"%b,%b,-1\n" % (name, digest),
+            b"%b,%b,\n" % (name, digest), b"%b,,%b\n" % (name, size),
             b"%b,md5=x,%b\n" % (name, size), b"%b,sha256=x,%b\n" % (name, size), b'"%b\n' % name,
             b"%b,\x1b[31m=x,%b\n" % (name, size), b"%b,%b,%b,more\n" % (name, digest, size),
             b"%b,%b,%b\n" % (name, digest, "٣".encode()), b'"%b",%b,%b\n' % (name, digest, size),
@@ -345,7 +347,8 @@ def zip_fields(rng: Random, entries: list[Entry]) -> None:
 
 _EXTRAS = (
     b"x", b"\1\0\0\0", b"\1\0\xff\xff", b"\1\0\x08\0" + b"\xff" * 8, b"\xfe\xca\x02\0hi",
-    b"\x75\x70\x0a\0\1" + bytes(4) + b"other", b"\1\0\x10\0" + bytes(16), b"\xfe\xca\xfb\xff" + bytes(65531),
+    b"\x75\x70\x0a\0\1" + bytes(4) + b"other", b"\1\0\x10\0" + bytes(16),
+    b"\xfe\xca\xfb\xff" + bytes(65531),
 )  # fmt: skip
 
 
@@ -404,7 +407,8 @@ def hostile(rng: Random) -> bytes:
     if extra is not None:
         entries.remove(extra)
         return _with_directory(pack(entries), extra.data)
-    data = pack(entries, rng.choice((b"", b"", b"", b"\x1b[31m", b"PK\5\6" + bytes(18), b"x" * 65535)))
+    comments = (b"", b"", b"", b"\x1b[31m", b"PK\5\6" + bytes(18), b"x" * 65535)
+    data = pack(entries, rng.choice(comments))
     return mangled(rng, data) if rng.random() < 0.25 else data
 
 

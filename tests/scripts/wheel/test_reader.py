@@ -359,9 +359,10 @@ class TestMemory:
     def test_of_what_is_read_when_a_wheel_is_opened(self, tmp_path: Path, name: str) -> None:
         files = with_metadata(stock_files())
         files[name] += b"\n" * (LARGEST + 1)
-        assert f"holds a {name} of {len(files[name])} bytes" in refused(
-            tmp_path, zip_bytes(files)
-        ).found
+        assert (
+            f"holds a {name} of {len(files[name])} bytes"
+            in refused(tmp_path, zip_bytes(files)).found
+        )
 
     def test_of_any_member_that_is_read(self, tmp_path: Path) -> None:
         path = stock_wheel_file(tmp_path, {**stock_files(), WORKER: bytes(LARGEST + 1)})

@@ -186,9 +186,12 @@ def test_what_should_be_small_is_not_inflated(
     built.rewrite(content)
     read: list[str] = []
     pieces = WheelReader.pieces
-    monkeypatch.setattr(
-        WheelReader, "pieces", lambda wheel, name: read.append(name) or pieces(wheel, name)
-    )
+
+    def noted(wheel: WheelReader, name: str) -> Iterator[bytes]:
+        read.append(name)
+        return pieces(wheel, name)
+
+    monkeypatch.setattr(WheelReader, "pieces", noted)
     with pytest.raises(CheckFailedError):
         verify(built.patched, built.stock, built.expected)
     assert NATIVE not in read
@@ -227,7 +230,7 @@ def test_a_wrong_size_in_record_is_refused(built: Built) -> None:
     assert content[own].count(b",13\n") == 1
     content[own] = content[own].replace(b",13\n", b",14\n")
     built.rewrite(content, with_record=False)
-    with pytest.raises(BrokenWheelError, match="worker.py in RECORD with 14 bytes"):
+    with pytest.raises(BrokenWheelError, match=r"worker\.py in RECORD with 14 bytes"):
         verify(built.patched, built.stock, built.expected)
 
 
