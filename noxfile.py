@@ -137,6 +137,12 @@ def soak(session: nox.Session) -> None:
 
 
 @nox.session
+def fuzz(session: nox.Session) -> None:
+    """Give the tools hostile wheels, patches and registries, and kill them: nox -s fuzz."""
+    command(session, group="tests")
+
+
+@nox.session
 def pd(session: nox.Session) -> None:
     """Show each defect in a real P/D deployment: nox -s pd -- [RELEASE] [-k EXPR] [--side SIDE]."""
     command(session, group="pd")

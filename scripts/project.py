@@ -35,9 +35,16 @@ class Project:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read one TOML file."""
+    """Read one TOML file.
+
+    Raises:
+        ValueError: It is none; the message says where.
+    """
     with path.open("rb") as file:
-        return tomllib.load(file)
+        try:
+            return tomllib.load(file)
+        except RecursionError as error:
+            raise ValueError("its brackets are nested too deep") from error
 
 
 @cache

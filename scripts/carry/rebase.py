@@ -150,12 +150,12 @@ def _commit(repository: Repository, fix_id: str, files: dict[str, bytes]) -> Non
 def commits_by_fix(repository: Repository) -> dict[str, str]:
     """Return the commits of the worktree, oldest first, by the fix that their trailer names.
 
-    A person may have amended or reordered them.
+    A person may have amended or reordered them, and have written anything into a message.
     """
-    layout = "--format=%H %(trailers:key=Fix,valueonly,separator=%x20)"
-    rows = repository.run("log", "--reverse", layout, "HEAD").splitlines()
-    pairs = (row.split(" ", 1) for row in rows)
-    return {fix.strip(): commit for commit, fix in pairs if fix.strip()}
+    layout = "--format=%H%x00%(trailers:key=Fix,valueonly,unfold,separator=%x20)%x00"
+    fields = repository.run("log", "--reverse", layout, "HEAD").split("\0")
+    pairs = zip(fields[::2], fields[1::2], strict=False)  # what is left is the end of a line
+    return {fix.strip(): commit.strip() for commit, fix in pairs if fix.strip()}
 
 
 def _go_on(state: State) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import filecmp
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
@@ -16,6 +15,7 @@ from scripts.patchset.registry import Registry
 from scripts.project import project
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
+from scripts.system.files import working_folder
 from scripts.system.git import Repository
 
 
@@ -32,11 +32,11 @@ def write_export(release: str, patches: Sequence[Patch], registry: Registry, fol
     """
     err.print(f"{release}: a commit for each of {len(patches)} fixes, and for each alone ...")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}.", dir=folder.parent) as work:
-        repository = release_repository(release, Path(work, "repository"), registry)
+    with working_folder(folder) as work:
+        repository = release_repository(release, work / "repository", registry)
         branches = commit_branches(repository, release, patches, registry)
         _check(repository, f"v{release}", branches)
-        result = Path(work, "result")
+        result = work / "result"
         _write(repository, release, patches, registry, branches, result)
         if folder.exists():
             if _same(result, folder):

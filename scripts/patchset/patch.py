@@ -22,12 +22,14 @@ from unidiff.constants import DEV_NULL, LINE_TYPE_NO_NEWLINE
 from unidiff.errors import UnidiffParseError
 from unidiff.patch import Hunk as ParsedHunk
 from unidiff.patch import Line as ParsedLine
-from unidiff.patch import PatchSet
+from unidiff.patch import PatchedFile, PatchSet
 
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError
 
 _HEAD = re.compile(r"Fix: (?P<fix>\S+)\nServes: (?P<releases>\S+(?:, \S+)*)\n(?=diff --git )")
-_FILE_HEADER = 3  # lines of a diff above the hunks of a file: diff, --- and +++
+_PATH = re.compile(r"[\w.+-]+(/[\w.+-]+)*", re.ASCII)  # git puts any other into quotes
+_END = "\n"
+_NO_NEWLINE = " No newline at end of file"
 
 
 @dataclass(frozen=True)
@@ -120,12 +122,20 @@ def parse_patch(name: str, text: str) -> Patch:
         added_or_removed = DEV_NULL in (file.source_file, file.target_file)
         if added_or_removed or file.is_rename or file.is_binary_file:
             raise _malformed(name, f"{file.path} is added, removed, renamed or binary")
+        if not _PATH.fullmatch(file.path) or {".", "..", ".git"} & {*file.path.split("/")}:
+            raise _malformed(name, f"{file.path!r} is no path that a release has")
+        if any(line.line_type == LINE_TYPE_NO_NEWLINE for hunk in file for line in hunk[:1]):
+            raise _malformed(name, f"{file.path} has a hunk that begins with a marker")
+        if not _follow(file):
+            raise _malformed(name, f"the line numbers of {file.path} contradict each other")
         hunks[file.path] = tuple(_hunk(hunk) for hunk in file)
     # The parser passes over what it does not know. Every line has to have a meaning: one that
-    # lies behind the counts of its hunk would do nothing, silently.
-    understood = sum(_FILE_HEADER + sum(1 + len(hunk) for hunk in file) for file in files)
-    if understood != diff.count("\n") or not all(hunks.values()):
+    # lies behind the counts of its hunk would do nothing, silently. So nothing may be lost when
+    # the diff is written anew from what was read.
+    if "".join(_written(file) for file in files) != diff or not all(hunks.values()):
         raise _malformed(name, "its diff has lines that belong to no hunk, or a change of mode")
+    if len(files) != len(hunks):
+        raise _malformed(name, "a file stands twice in it")
     return Patch(
         name=name,
         fix_id=found["fix"].partition("-")[0],
@@ -138,6 +148,38 @@ def parse_patch(name: str, text: str) -> Patch:
 def head(fix: str, releases: Sequence[str]) -> str:
     """Return the head of a patch: the name of its fix's folder, and the releases it serves."""
     return f"Fix: {fix}\nServes: {', '.join(releases)}\n"
+
+
+def _written(file: PatchedFile) -> str:
+    """Return what git would have written of `file`."""
+    text = f"diff --git a/{file.path} b/{file.path}\n--- a/{file.path}\n+++ b/{file.path}\n"
+    for hunk in file:
+        old = _span(hunk.source_start, hunk.source_length)
+        new = _span(hunk.target_start, hunk.target_length)
+        section = f" {hunk.section_header}" if hunk.section_header else ""
+        text += f"@@ -{old} +{new} @@{section}\n"
+        for line in hunk:
+            value = line.value if line.line_type != LINE_TYPE_NO_NEWLINE else _NO_NEWLINE
+            text += f"{line.line_type}{value.removesuffix(_END)}{_END}"
+    return text
+
+
+def _span(start: int, length: int) -> str:
+    return str(start) if length == 1 else f"{start},{length}"
+
+
+def _follow(file: PatchedFile) -> bool:
+    """Whether each hunk lies below the one before, where that says that the new text has it."""
+    done = drift = 0
+    for hunk in file:
+        # Of no lines, the number is that of the line above them.
+        old = hunk.source_start - bool(hunk.source_length)
+        new = hunk.target_start - bool(hunk.target_length)
+        if old < done or new != old + drift:
+            return False
+        done = old + hunk.source_length
+        drift += hunk.target_length - hunk.source_length
+    return True
 
 
 def _hunk(hunk: ParsedHunk) -> Hunk:

@@ -12,10 +12,9 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
 
 from scripts.project import PATCHES, read_toml
 from scripts.system.errors import RegistryError
@@ -26,7 +25,8 @@ STATUSES = ("Backport", "Pending", "Submitted", "Inappropriate")
 HEADLINE = 60
 """Characters that a headline may have: it is a row of the README's matrix."""
 
-_ID = re.compile(r"[A-Z]?\d+")
+_ID = re.compile(r"[A-Z]?[0-9]+")
+_SLUG = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")  # it becomes part of a folder's name
 _PARAGRAPHS = {"symptom", "cause", "change", "risk"}
 _PERSON = re.compile(r"[^<>\n]+ <[^<>\s]*>")
 _PULL_REQUEST = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)#(?P<number>\d+)")
@@ -109,8 +109,8 @@ class LaterTest:
         if "::" not in test.test:
             raise TypeError(f"{test.test}: names no function")
         try:
-            Version(test.release), SpecifierSet(test.on)
-        except (InvalidVersion, InvalidSpecifier) as error:
+            _includes(test.on, test.release)
+        except ValueError as error:
             raise TypeError(f"{test.test}: {error}") from error
         return test
 
@@ -119,6 +119,36 @@ def _texts(key: str, values: object) -> list[str]:
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         raise TypeError(f"{key}: text and lists are mixed up")
     return values
+
+
+_Row = TypeVar("_Row", UpstreamTest, Spared, Unpatched)
+
+
+def _rows(kind: type[_Row], key: str, tables: object) -> list[_Row]:
+    """Return what the `[[fix.<key>]]` tables `tables` say.
+
+    Raises:
+        TypeError: A key is missing or unknown, or a value has the wrong form.
+    """
+    rows = []
+    for table in _tables(key, tables):
+        lists = [name for name in ("tests",) if name in table]
+        for name in lists:
+            _texts(name, table[name])
+        _texts(key, [value for name, value in table.items() if name not in lists])
+        row = kind(**table)
+        try:
+            _includes(row.releases, "0")
+        except ValueError as error:
+            raise TypeError(f"{key}: {error}") from error
+        rows.append(row)
+    return rows
+
+
+def _tables(key: str, tables: object) -> list[dict[str, Any]]:
+    if not isinstance(tables, list) or not all(isinstance(one, dict) for one in tables):
+        raise TypeError(f"{key} is no list of tables")
+    return tables
 
 
 @dataclass(frozen=True)
@@ -267,9 +297,14 @@ def load_registry(path: Path = REGISTRY) -> Registry:
         document = {"author": "nobody <>"}
         faults.append(f"it is no TOML: {error}")
     author = document.get("author")
-    if not isinstance(author, str) or not _PERSON.fullmatch(author):
+    if not isinstance(author, str) or not _PERSON.fullmatch(author) or not author.isprintable():
         faults.append("author is not of the form Name <address>")
-    for table in document.get("fix", []):
+    try:
+        tables = _tables("fix", document.get("fix", []))
+    except TypeError as error:
+        tables = []
+        faults.append(str(error))
+    for table in tables:
         fix = _fix(table, faults)
         if fix is None:
             continue
@@ -296,10 +331,15 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     name = values.get("id", "without an id")
     kinds = get_type_hints(Fix)
     try:
-        values["upstream_tests"] = [UpstreamTest(**one) for one in values.pop("upstream_test", ())]
-        values["spared"] = [Spared(**one) for one in values.get("spared", ())]
-        values["unpatched"] = [Unpatched(**one) for one in values.get("unpatched", ())]
-        values["forward_tests"] = [LaterTest.read(one) for one in values.pop("forward_test", ())]
+        if not _is_shown(table):
+            raise TypeError("a text has characters that cannot be shown")
+        values["upstream_tests"] = _rows(
+            UpstreamTest, "upstream-test", values.pop("upstream_test", [])
+        )
+        values["spared"] = _rows(Spared, "spared", values.get("spared", []))
+        values["unpatched"] = _rows(Unpatched, "unpatched", values.get("unpatched", []))
+        later = _tables("forward-test", values.pop("forward_test", []))
+        values["forward_tests"] = [LaterTest.read(one) for one in later]
         wrong = [
             field
             for field, value in values.items()
@@ -307,6 +347,8 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
         ]
         if wrong:
             raise TypeError(f"{', '.join(wrong)}: text and lists are mixed up")
+        for field in {"tests", "depends_on"} & values.keys():
+            _texts(field, values[field])
         lists = {field: tuple(values[field]) for field in values if isinstance(values[field], list)}
         fix = Fix(**{**values, **lists})
     except TypeError as error:
@@ -321,6 +363,8 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     faults += [f"fix {name}: {f} is not one line" for f, line in lines.items() if "\n" in line]
     if not _ID.fullmatch(fix.id):
         faults.append(f"fix {name}: id is no number with, at most, a capital letter before it")
+    if not _SLUG.fullmatch(fix.slug):
+        faults.append(f"fix {name}: slug is not of small letters, digits and hyphens")
     if len(fix.headline) > HEADLINE:
         faults.append(f"fix {name}: headline has more than {HEADLINE} characters")
     if fix.upstream_status not in STATUSES:
@@ -330,7 +374,16 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     if fix.upstream_pr and not fix.upstream_url:
         faults.append(f"fix {name}: upstream-pr is not of the form owner/repository#number")
     try:
-        SpecifierSet(fix.applies_to)
-    except InvalidSpecifier:
+        fix.affects("0")
+    except ValueError:  # InvalidSpecifier, or more digits than an int takes
         faults.append(f"fix {name}: applies-to is no PEP 440 specifier")
     return fix
+
+
+def _is_shown(value: object) -> bool:
+    """Whether all texts in a table can be shown: they go to terminals, messages and pages."""
+    if isinstance(value, dict):
+        return all(map(_is_shown, (*value.keys(), *value.values())))
+    if isinstance(value, list):
+        return all(map(_is_shown, value))
+    return not isinstance(value, str) or value.replace("\n", "").isprintable()

@@ -8,14 +8,34 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from rich.console import Console
+from rich.text import Text
 
 from scripts.system.errors import INTERRUPTED, TERMINATED, KvfixError, StorageError
 
-out = Console(highlight=False, soft_wrap=True)
-err = Console(stderr=True, highlight=False, soft_wrap=True)
+
+def visible(text: str) -> str:
+    """Return `text` with what a terminal would obey, or could not show, written as an escape.
+
+    Names of files come from wheels, indexes and disks: none of them may move a cursor.
+    """
+    if text.isprintable():
+        return text
+    plain = (one if one.isprintable() or one in "\n\t" else ascii(one)[1:-1] for one in text)
+    return "".join(plain)
+
+
+class _Console(Console):
+    """A console of which each text that it is given, in tables too, is made visible first."""
+
+    def render_str(self, text: str, **how: Any) -> Text:  # noqa: ANN401
+        return super().render_str(visible(text), **how)
+
+
+out = _Console(highlight=False, soft_wrap=True)
+err = _Console(stderr=True, highlight=False, soft_wrap=True)
 
 _STORAGE = {
     errno.ENOSPC: "no space left",
@@ -87,5 +107,5 @@ def progress(label: str, total: int | None) -> Iterator[Callable[[int], None]]:
     with Progress(
         *columns, TimeRemainingColumn(), console=err, transient=True, disable=not shown
     ) as bar:
-        task = bar.add_task(label, total=total)
+        task = bar.add_task(visible(label), total=total)
         yield lambda count: bar.advance(task, count)

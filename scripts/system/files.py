@@ -6,6 +6,7 @@ import fcntl
 import glob
 import hashlib
 import os
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -24,12 +25,12 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
 
     Its `name` is its path. It lies beside `target`, for only within one file system is the rename
     atomic. It goes away when the block raises; what a killed process has left is removed by the
-    next one.
+    next one, before it writes and after.
 
     Raises:
         OSError: The folder cannot be written, or is full; `target` is as it was.
     """
-    _sweep(target)
+    sweep(target)
     descriptor, temporary = _create(target)
     try:
         with open(temporary, "wb", opener=lambda *_: descriptor) as file:
@@ -41,32 +42,55 @@ def replacing(target: Path) -> Iterator[BinaryIO]:
             temporary.replace(target)
     finally:
         temporary.unlink(missing_ok=True)
+        sweep(target)  # another writer may have been killed meanwhile
     _fsync_folder(target.parent)
 
 
 @contextmanager
-def only_process(folder: Path, what: str) -> Iterator[None]:
+def working_folder(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside `target`, which may be renamed to it; then it goes away.
+
+    What a killed process has left is removed as in `replacing`.
+    """
+    sweep(target)
+    descriptor, folder = _create(target, _make_folder)
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(descriptor)
+        sweep(target)
+
+
+@contextmanager
+def only_process(folder: Path, what: str) -> Iterator[bool]:
     """Wait until no other process `what` (said to the user) in `folder`.
 
     The system frees a dead process's lock. Where a file system has no locks nobody waits, so what
-    is written in the block has to be put in place whole.
+    is written in the block has to be put in place whole. Yields whether it is the only one.
     """
     with (folder / ".lock").open("w") as lock:
+        only = True
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             err.print(f"another process {what}; waiting for it", markup=False)
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError:
-            pass
-        yield
+            only = False
+        yield only
 
 
-def _create(target: Path) -> tuple[int, Path]:
+def _make_folder(suffix: str, prefix: str, parent: Path) -> tuple[int, str]:
+    name = tempfile.mkdtemp(suffix, prefix, parent)
+    return os.open(name, os.O_RDONLY), name
+
+
+def _create(
+    target: Path, make: Callable[[str, str, Path], tuple[int, str]] = tempfile.mkstemp
+) -> tuple[int, Path]:
     while True:
-        descriptor, name = tempfile.mkstemp(
-            prefix=f".{target.name}.", suffix=".part", dir=target.parent
-        )
+        descriptor, name = make(".part", f".{target.name}.", target.parent)
         # The lock says that a writer lives. The kernel drops it when the process dies, and no
         # recycled process id can be mistaken for it. Some network file systems have no locks:
         # there a killed run's file stays until somebody removes it.
@@ -77,11 +101,25 @@ def _create(target: Path) -> tuple[int, Path]:
         os.close(descriptor)  # swept by another process before the lock was ours
 
 
-def _sweep(target: Path) -> None:
+def sweep(target: Path) -> None:
+    """Remove what killed writers of `target` have left beside it."""
     for stale in target.parent.glob(f".{glob.escape(target.name)}.*.part"):
-        with suppress(OSError), stale.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while its writer lives
-            stale.unlink()
+        with suppress(OSError), _held(stale):  # raises while its writer lives
+            if stale.is_dir():
+                shutil.rmtree(stale)
+            else:
+                stale.unlink()
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    # A folder cannot be opened for writing, and some network file systems lock no other file.
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def _fsync_folder(folder: Path) -> None:
@@ -122,6 +160,7 @@ def sha256_once(path: Path) -> str:
 def replace_text(path: Path, text: str) -> None:
     """Write `text` to `path` in one step; a file that says the same is left alone."""
     if path.is_file() and path.read_text(encoding="utf-8") == text:
+        sweep(path)
         return
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:

@@ -99,6 +99,17 @@ class Repository:
         repository.run("init", "--quiet", "--template=", "--object-format=sha1", *bare_or_not)
         return repository
 
+    def sweep(self) -> None:
+        """Remove what killed git processes have left in this bare repository of ours.
+
+        Nobody else may be at work in it. A lock that stays would stop every later command, and a
+        half pack would stay for good: git never looks at it again.
+        """
+        for pattern in ("*.lock", "refs/**/*.lock", "objects/**/tmp_*", "fast_import_crash_*"):
+            for left in self.path.glob(pattern):
+                if left.is_file():
+                    left.unlink(missing_ok=True)
+
     def run(
         self,
         *arguments: str,

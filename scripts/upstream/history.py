@@ -110,8 +110,8 @@ def _pinned() -> Upstream:
         )
     folder = cache_folder() / "upstream"
     folder.mkdir(parents=True, exist_ok=True)
-    with only_process(folder, "makes the releases' repository"):
-        repository = Repository.init(folder / "upstream.git", bare=True)
+    with only_process(folder, "makes the releases' repository") as only:
+        repository = _repository(folder / "upstream.git", sweep=only)
         made = _made(repository)
         known = {message for _, _, _, message in made.values()}
         missing = [pinned for pinned in lock.values() if _message(pinned) not in known]
@@ -127,6 +127,12 @@ def _pinned() -> Upstream:
             else:  # another release lies below it now, or none; trees stay what they are
                 parent = _move(repository, pinned, tree, parent)
     return Upstream(repository, "the pinned sdists")
+
+
+def _repository(path: Path, *, sweep: bool) -> Repository:
+    if sweep and path.is_dir():
+        Repository(path).sweep()
+    return Repository.init(path, bare=True)
 
 
 def _made(repository: Repository) -> dict[str, tuple[str, str, str, str]]:
@@ -193,8 +199,8 @@ def _clone(origin: str) -> Upstream:
     name = hashlib.sha256(where.encode()).hexdigest()[:16]
     folder = cache_folder() / "upstream"
     folder.mkdir(parents=True, exist_ok=True)
-    with only_process(folder, "fetches upstream's tags"):
-        repository = Repository.init(folder / f"{name}.git", bare=True)
+    with only_process(folder, "fetches upstream's tags") as only:
+        repository = _repository(folder / f"{name}.git", sweep=only)
         err.print(f"fetching the tags of {where} ...", markup=False)
         try:
             repository.run(

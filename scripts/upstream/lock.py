@@ -13,13 +13,8 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from packaging.utils import (
-    InvalidSdistFilename,
-    InvalidWheelFilename,
-    parse_sdist_filename,
-    parse_wheel_filename,
-)
-from packaging.version import InvalidVersion, Version
+from packaging.utils import parse_sdist_filename, parse_wheel_filename
+from packaging.version import Version
 
 from scripts.project import PATCHES, read_toml
 from scripts.system.errors import NotLockedError, RegistryError
@@ -142,7 +137,7 @@ def read_release(path: Path, name: str, files: dict[str, Any]) -> LockedRelease:
         try:
             parse = parse_sdist_filename if is_sdist(file) else parse_wheel_filename
             distribution, version = parse(file)[:2]
-        except (InvalidSdistFilename, InvalidWheelFilename) as error:
+        except ValueError as error:  # InvalidSdistFilename and InvalidWheelFilename are such
             raise _wrong(path, f"{name} has a file that is no wheel or .tar.gz: {error}") from None
         if distribution != DISTRIBUTION or version != Version(name):
             raise _wrong(path, f"{name} has a file of another release: {file}")
@@ -163,7 +158,7 @@ def final_version(text: str) -> Version | None:
     """Return the final release that `text` names; None where it names none."""
     try:
         version = Version(text)
-    except InvalidVersion:
+    except ValueError:  # InvalidVersion, or more digits than an int takes
         return None
     # A post-release is a final one; what the public may not install is not.
     return None if version.is_prerelease or version.local else version

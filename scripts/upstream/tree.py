@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 import tarfile
-import tempfile
 from functools import cache
 from pathlib import Path
 
 from scripts.system.errors import RegistryError
+from scripts.system.files import working_folder
 from scripts.upstream.cache import cache_folder
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
@@ -27,14 +26,11 @@ def release_tree(release: str) -> Path:
     if not tree.is_dir():
         archive = fetch(sdist)
         tree.parent.mkdir(parents=True, exist_ok=True)
-        part = Path(tempfile.mkdtemp(prefix="part-", dir=tree.parent))
-        try:
+        with working_folder(tree) as part:
             with tarfile.open(archive) as tar:
                 tar.extractall(part, filter="data")
             (top,) = part.iterdir()
             _install(top, tree)
-        finally:
-            shutil.rmtree(part, ignore_errors=True)
     return tree
 
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import DIST
-from scripts.system.errors import KvfixError, TouchedFileDiffersError, UsageError
-from scripts.system.files import sha256
+from scripts.system.errors import TouchedFileDiffersError, UsageError
+from scripts.system.files import sha256, sweep
 from scripts.wheel.plan import Plan, plan_wheel
 from scripts.wheel.reader import WheelReader
-from scripts.wheel.record import verify_record
-from scripts.wheel.verify import verify_against
-from scripts.wheel.writer import write_wheel
+from scripts.wheel.writer import first_difference, write_wheel
 
 
 def build_wheel(
@@ -31,6 +29,7 @@ def build_wheel(
         plan = plan_wheel(source, source_sha256, target.release, target.patches, registry)
         wheel = folder / plan.file_name
         if wheel.is_file() and _is_done(source, wheel, plan):
+            sweep(wheel)
             return wheel, plan, False
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -45,14 +44,10 @@ def build_wheel(
 
 def _is_done(source: WheelReader, path: Path, plan: Plan) -> bool:
     """Whether the wheel at `path` is, byte for byte, what would be written now."""
-    try:
-        with WheelReader(path) as wheel:
-            return not (
-                verify_record(wheel, plan.written(source))
-                or verify_against(source, wheel, changed=plan.replaced, added=plan.added)
-            )
-    except KvfixError:
-        return False  # whatever it is, it is replaced
+    at = first_difference(
+        source, path, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
+    )
+    return at is None
 
 
 def patched_wheel(release: str) -> Path:

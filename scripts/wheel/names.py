@@ -10,17 +10,19 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
+from itertools import islice
 
 from packaging.utils import InvalidWheelFilename, canonicalize_name, parse_wheel_filename
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from scripts.system.errors import AlreadyPatchedError, BrokenWheelError
 
 MARK = "kvfix"
 VERSION_MODULE = "vllm/_version.py"
 
-_VERSION_LINE = re.compile(r"^(__version__ = version = )(['\"])(?P<value>[^'\"\n]*)\2$", re.M)
-_TUPLE_LINE = re.compile(r"^(__version_tuple__ = version_tuple = )(?P<value>\(.*\))$", re.M)
+# Versions of vLLM have 40 characters at most; what is far longer is no version, and not parsed.
+_VERSION_LINE = re.compile(r"^(__version__ = version = )(['\"])(?P<value>[^'\"\n]{,200})\2$", re.M)
+_TUPLE_LINE = re.compile(r"^(__version_tuple__ = version_tuple = )(?P<value>\(.{,200}\))$", re.M)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,10 @@ class WheelName:
             BrokenWheelError: It is no name of a wheel.
         """
         try:
+            if not text.isprintable():
+                raise InvalidWheelFilename("it has characters that cannot be shown")
             distribution, version, _, _ = parse_wheel_filename(text)
-        except InvalidWheelFilename as error:
+        except ValueError as error:  # InvalidWheelFilename is one
             raise BrokenWheelError(
                 f"{text!r} is no file name of a wheel: {error}",
                 expected="<name>-<version>[-<build>]-<python>-<abi>-<platform>.whl",
@@ -120,10 +124,10 @@ def _header(metadata: bytes, field: str) -> re.Match[bytes]:
     blank = re.search(rb"^\r?$", metadata, re.M)
     headers = metadata[: blank.start()] if blank else metadata
     pattern = rb"^" + field.encode() + rb":[ \t]*(?P<value>[^\r\n]*)"
-    found = list(re.finditer(pattern, headers, re.M | re.I))
+    found = list(islice(re.finditer(pattern, headers, re.M | re.I), 2))
     if len(found) != 1:
         raise BrokenWheelError(
-            f"METADATA has {len(found)} headers {field!r}",
+            f"METADATA has {'several' if found else 'no'} headers {field!r}",
             expected="exactly one",
             next_step="build the wheel again",
         )
@@ -145,13 +149,15 @@ def patched_version_module(module: bytes, source: Version, version: Version) -> 
     Raises:
         BrokenWheelError: The module does not state that version, once as text and once as a tuple.
     """
-    text = module.decode("utf-8")
-    stated = _only(_VERSION_LINE, text)["value"]
     try:
+        text = module.decode("utf-8")
+        stated = _only(_VERSION_LINE, text)["value"]
         old = Version(stated)
         numbers = ast.literal_eval(_only(_TUPLE_LINE, text)["value"])
-    except (InvalidVersion, ValueError, SyntaxError) as error:
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
         raise _unlike_scm(f"a version that cannot be read: {error}") from error
+    if not isinstance(numbers, tuple):
+        raise _unlike_scm(f"{numbers!r} where a tuple should be")
     if old.public != source.public or old.local not in (None, source.local):
         raise _unlike_scm(f"version {stated} where METADATA has {source}")
     local = (old.local,) if old.local else ()
@@ -165,9 +171,9 @@ def patched_version_module(module: bytes, source: Version, version: Version) -> 
 
 
 def _only(pattern: re.Pattern[str], text: str) -> re.Match[str]:
-    found = list(pattern.finditer(text))
+    found = list(islice(pattern.finditer(text), 2))
     if len(found) != 1:
-        raise _unlike_scm(f"{len(found)} lines like {pattern.pattern!r}")
+        raise _unlike_scm(f"{'several' if found else 'no'} lines like {pattern.pattern!r}")
     return found[0]
 
 

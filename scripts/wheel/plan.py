@@ -23,7 +23,6 @@ from scripts.wheel.names import (
 )
 from scripts.wheel.reader import WheelReader
 from scripts.wheel.sbom import SBOM_PATH, SbomFix, build_sbom
-from scripts.wheel.writer import renamed
 
 
 @dataclass(frozen=True)
@@ -39,10 +38,6 @@ class Plan:
     replaced: dict[str, bytes]
     added: dict[str, bytes]
     offsets: tuple[Offset, ...]
-
-    def written(self, source: WheelReader) -> list[str]:
-        """Return the paths, in the result, of all that is not copied."""
-        return [renamed(source, name, self.dist_info) for name in self.replaced] + [*self.added]
 
 
 def plan_wheel(

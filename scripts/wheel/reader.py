@@ -6,6 +6,7 @@ import csv
 import io
 import os
 import re
+import stat
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from typing import BinaryIO, NamedTuple
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 from packaging.utils import canonicalize_name
-from packaging.version import InvalidVersion, Version
+from packaging.version import Version
 
 from scripts.project import OVERLAY
 from scripts.system.errors import (
@@ -26,6 +27,7 @@ from scripts.system.errors import (
     WrongReleaseError,
 )
 from scripts.wheel.names import WheelName, is_patched, metadata_header
+from scripts.wheel.sbom import SBOM_PATH
 from scripts.wheel.zip import (
     LOCAL_HEADER,
     LONGEST_DESCRIPTOR,
@@ -36,12 +38,19 @@ from scripts.wheel.zip import (
 )
 
 CHUNK = 1 << 20  # bytes held at a time while a wheel is copied or compared
+LARGEST = 8 << 20
+"""Bytes of what is held whole: a member that is read, or the directory of the zip file.
+
+Ten times the largest of all pinned wheels, 0.33.0's RECORD of 720,362 bytes. The largest file that
+a patch changes has 355,498 (0.28.0's gpu_model_runner.py), the largest directory 653,478 (0.33.0).
+"""
 
 # They sign a RECORD and hence cannot stand in it.
 SIGNATURES = ("RECORD.jws", "RECORD.p7s")
 
 _DIST_INFO = re.compile(r"(?P<folder>(?P<name>[^/]+)-(?P<version>[^/-]+)\.dist-info)/")
 _ENCRYPTED = 0x1  # flag bit
+_PART, _PATH = 255, 4096  # bytes of a file's name, and of a path: NAME_MAX and PATH_MAX of Linux
 _DRIVE = re.compile(r"[A-Za-z]:")
 # What zipfile and its decompressors raise on bytes that are no sound zip file.
 _ZIP_FAULTS = (
@@ -103,7 +112,7 @@ class WheelReader:
         self.name = name or path.name
         self.file_name = WheelName.parse(self.name)
         try:
-            self._file: BinaryIO = path.open("rb")
+            self._file: BinaryIO = _Bounded(io.FileIO(path))
         except OSError as error:
             raise UsageError(
                 f"cannot read {path}: {error.strerror}",
@@ -140,8 +149,12 @@ class WheelReader:
         """Return the content of one member.
 
         Raises:
-            BrokenWheelError: There is no such member, or its content does not have its CRC.
+            BrokenWheelError: There is no such member, or its content does not have its CRC, or is
+                larger than `LARGEST`.
         """
+        size = self.members[name].info.file_size if name in self.members else 0
+        if size > LARGEST:
+            raise self._broken(f"holds a {name} of {size} bytes", f"{LARGEST} at most")
         return b"".join(self.pieces(name))
 
     def pieces(self, name: str) -> Iterator[bytes]:
@@ -186,7 +199,10 @@ class WheelReader:
             AlreadyPatchedError: It carries kvfix.
             WrongReleaseError: It is another release.
         """
-        overlay = next((n for n in self.names if n.startswith(f"{OVERLAY.name}/")), None)
+        ours = (OVERLAY.name, f"{OVERLAY.name}.py", f"{self.dist_info}/{SBOM_PATH}")
+        overlay = next(
+            (n for n in self.names if n in ours or n.startswith(f"{OVERLAY.name}/")), None
+        )
         if is_patched(self.version) or overlay:
             raise AlreadyPatchedError(
                 f"{self.name} is patched already: "
@@ -239,6 +255,12 @@ class WheelReader:
                 )
             members[name] = self._member(info)
             end = members[name].end
+        for name in members:
+            for folder in _folders(name):
+                if folder in members:
+                    raise self._broken(
+                        f"has {name}, and {folder} as a file", "each name as one of the two"
+                    )
         if end != self._zip.start_dir:
             raise self._broken(
                 f"has {self._zip.start_dir - end} stray bytes", "nothing but members"
@@ -281,7 +303,7 @@ class WheelReader:
     def _require_identity(self, where: str, name: str, version: str) -> Version:
         try:
             read = Version(version)
-        except InvalidVersion:
+        except ValueError:  # InvalidVersion, or more digits than an int takes
             read = None
         expected = (self.file_name.distribution, self.file_name.version)
         if read is None or (canonicalize_name(name), read) != expected:
@@ -294,21 +316,29 @@ class WheelReader:
         path = f"{self.dist_info}/RECORD"
         unhashed = {path, *(f"{self.dist_info}/{name}" for name in SIGNATURES)}
         rows: dict[str, RecordRow] = {}
+        present, absent = set(self.names), set[str]()
         try:
             text = self.read(path).decode("utf-8")
             for row in csv.reader(io.StringIO(text, newline=""), strict=True):
                 name, digest, size = row
                 if name in rows:
                     raise self._broken(f"lists {name} twice in RECORD", "each file once")
-                if name not in unhashed and not (digest and size.isdecimal()):
+                if not name.isprintable():
+                    raise self._broken(f"lists {name!r} in RECORD", "names that can be shown")
+                if name not in unhashed and not (digest and size):
                     raise self._broken(f"lists {name} in RECORD without hash or size", "both")
+                if name not in present:
+                    absent.add(name)
+                    continue
+                actual = str(self.members[name].info.file_size)
+                if name not in unhashed and size != actual:
+                    raise self._broken(f"lists {name} in RECORD with {size} bytes", actual)
                 rows[name] = RecordRow(digest, size)
         except (ValueError, csv.Error) as error:
             raise self._broken(
                 f"has a RECORD that cannot be read: {error}", "path,hash,size"
             ) from error
-        listed, present = rows.keys(), set(self.names)
-        missing = sorted((listed - present) | (present - listed - unhashed) | ({path} - listed))
+        missing = sorted(absent | (present - rows.keys() - (unhashed - {path})))
         if missing:
             raise self._broken(
                 f"and its RECORD do not agree on {len(missing)} files, such as {missing[0]}",
@@ -324,6 +354,26 @@ class WheelReader:
         )
 
 
+class _Bounded(io.BufferedReader):
+    """A file of which `zipfile`, which reads the directory in one go, gets no more than `LARGEST`.
+
+    A directory of 500 MB, all of it records, would take ten times as much memory.
+    """
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is not None and size > LARGEST:
+            raise BadZipFile(f"a directory of {size} bytes, where {LARGEST} at most are read")
+        return super().read(size)
+
+
+def _folders(name: str) -> Iterator[str]:
+    """Yield the paths of the folders that `name` lies in, or is."""
+    at = name.find("/")
+    while at > 0:
+        yield name[:at]
+        at = name.find("/", at + 1)
+
+
 def _fault(info: ZipInfo) -> str | None:
     name = info.orig_filename
     if name != info.filename:  # cut at a NUL, or named otherwise in an extra field
@@ -332,11 +382,20 @@ def _fault(info: ZipInfo) -> str | None:
         return "an absolute path"
     if "\\" in name:
         return "a backslash"
+    if not name.isprintable():
+        return "a character that cannot be shown"
     parts = name.removesuffix("/").split("/")
+    if len(name.encode()) > _PATH or any(len(part.encode()) > _PART for part in parts):
+        return "a name that is longer than any file's"
     if ".." in parts:
         return "leads out of the folder"
     if "" in parts or "." in parts:
         return "an empty part"
     if info.flag_bits & _ENCRYPTED or info.compress_type not in (ZIP_STORED, ZIP_DEFLATED):
         return "neither stored nor deflated, or encrypted"
+    kind = stat.S_IFMT(info.external_attr >> 16)  # 0 where it was zipped without permission bits
+    if kind not in (0, stat.S_IFDIR if info.is_dir() else stat.S_IFREG):
+        return "a link, a device, or a folder that is none"
+    if info.is_dir() and info.file_size:
+        return "a folder with content"
     return None

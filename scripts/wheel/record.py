@@ -38,7 +38,7 @@ def verify_record(wheel: WheelReader, hashed: Iterable[str]) -> list[str]:
     faults = [
         f"{name}: RECORD says {row.size} bytes, it has {wheel.members[name].info.file_size}"
         for name, row in wheel.records.items()
-        if row.size and int(row.size) != wheel.members[name].info.file_size
+        if row.size not in ("", str(wheel.members[name].info.file_size))
     ]
     if wheel.names[-1] != own:
         faults.append(f"{own}: is not the last file")

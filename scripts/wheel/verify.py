@@ -1,9 +1,10 @@
 """`nox -s verify -- WHEEL`: whether a patched wheel is the stock one with the series in it.
 
-Two questions with one answer each. Is the wheel what its RECORD says (`verify_record`)? And does
-it differ from the stock wheel in exactly what the series changes (`verify_against`)? Neither
+Three questions with one answer each. Does it differ from the stock wheel in exactly what the
+series changes (`verify_against`)? Is the wheel what its RECORD says (`verify_record`)? Neither
 trusts the code that writes wheels: members are hashed anew, and compared with the stock wheel's
-compressed bytes where both lie.
+compressed bytes where both lie. And is it, to the last field of the zip file, what `apply` would
+write now (`first_difference`)? An installer may go by any of them.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from scripts.wheel.plan import plan_wheel
 from scripts.wheel.reader import WheelReader
 from scripts.wheel.record import verify_record
 from scripts.wheel.sbom import SBOM_PATH, Sbom, read_sbom
-from scripts.wheel.writer import is_dropped, renamed
+from scripts.wheel.writer import first_difference, is_dropped, renamed
 from scripts.wheel.zip import Member
 
 ExpectedMembers = Callable[[WheelReader, Sbom], tuple[Mapping[str, bytes], Mapping[str, bytes]]]
@@ -116,6 +117,24 @@ def _copy_faults(stock: WheelReader, source: str, patched: WheelReader, name: st
     return []
 
 
+def _sizes(
+    stock: WheelReader,
+    patched: WheelReader,
+    changed: Mapping[str, bytes],
+    added: Mapping[str, bytes],
+) -> dict[str, int]:
+    """Return the size that each file of `patched` should have, but for RECORD, by its path."""
+    sizes = {name: member.info.file_size for name, member in stock.members.items()}
+    sizes.update((name, len(data)) for name, data in changed.items())
+    renamed_sizes = {renamed(stock, name, patched.dist_info): size for name, size in sizes.items()}
+    return renamed_sizes | {name: len(data) for name, data in added.items()}
+
+
+def _bytes_fault(patched: WheelReader, at: int) -> str:
+    where = (name for name, member in patched.members.items() if member.start <= at < member.end)
+    return f"{next(where, 'the directory')}: byte {at} of the file is not what apply writes"
+
+
 def stock_wheel(sbom: Sbom, given: Path | None) -> Path:
     """Return the wheel that a patched one was made from, by the hash that its SBOM states.
 
@@ -176,7 +195,17 @@ def verify(path: Path, given: Path | None, expected_members: ExpectedMembers) ->
         with WheelReader(stock_wheel(sbom, given)) as stock:
             changed, added = expected_members(stock, sbom)
             faults = verify_against(stock, patched, changed=changed, added=added)
-        faults += verify_record(patched, patched.names)
+            at = first_difference(
+                stock, path, dist_info=patched.dist_info, replaced=changed, added=added
+            )
+            sizes = _sizes(stock, patched, changed, added)
+        # What has another size than it should is a fault already, and may inflate to anything.
+        faults += verify_record(
+            patched,
+            [n for n in patched.names if patched.members[n].info.file_size == sizes.get(n)],
+        )
+        if at is not None and not faults:
+            faults.append(_bytes_fault(patched, at))
         says = (sbom.name, sbom.version)
         if says != (patched.distribution, str(patched.version)):
             faults.append(f"{SBOM_PATH}: speaks of {says[0]} {says[1]}")

@@ -7,10 +7,10 @@ as unpacking and packing do, costs a minute and changes bytes that nobody asked 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 from zipfile import ZipInfo
 
 from scripts.system.errors import CheckFailedError
@@ -68,14 +68,69 @@ def write_wheel(
     """
     plan = _plan(source, dist_info, replaced, added)
     with replacing(target) as file:
-        output = _Output(source, file)
-        for part in plan:
-            output.put(part)
-        output.finish()
+        _put(source, plan, file)
         file.flush()
         _check(
             Path(file.name), target.name, [part.name for part in plan if isinstance(part, _Written)]
         )
+
+
+def first_difference(
+    source: WheelReader,
+    path: Path,
+    *,
+    dist_info: str,
+    replaced: Mapping[str, bytes],
+    added: Mapping[str, bytes],
+) -> int | None:
+    """Return the first byte of the file `path` that `write_wheel` would not write; None: none."""
+    with path.open("rb") as file:
+        same = _Same(file)
+        try:
+            _put(source, _plan(source, dist_info, replaced, added), same)
+            same.end()
+        except _DiffersError:
+            return same.equal
+    return None
+
+
+class _Writes(Protocol):
+    def write(self, data: bytes | memoryview, /) -> object: ...
+
+
+class _DiffersError(Exception):
+    """What was to be written is not what is there."""
+
+
+class _Same:
+    """Takes what would be written, and compares it with what a file has there.
+
+    Attributes:
+        equal: How many bytes are the same.
+    """
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self.equal = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        data, found = bytes(data), self._file.read(len(data))  # views compare slowly
+        if found != data:
+            pairs = zip(found, data, strict=False)
+            self.equal += next((n for n, (a, b) in enumerate(pairs) if a != b), len(found))
+            raise _DiffersError
+        self.equal += len(data)
+
+    def end(self) -> None:
+        if self._file.read(1):
+            raise _DiffersError
+
+
+def _put(source: WheelReader, plan: Sequence[_Copied | _Written], file: _Writes) -> None:
+    output = _Output(source, file)
+    for part in plan:
+        output.put(part)
+    output.finish()
 
 
 def _check(path: Path, name: str, written: list[str]) -> None:
@@ -155,7 +210,7 @@ class _Output:
     Members that follow one another in the source are copied in one go, when the run ends.
     """
 
-    def __init__(self, source: WheelReader, file: BinaryIO) -> None:
+    def __init__(self, source: WheelReader, file: _Writes) -> None:
         self._source = source
         self._file = file
         self._like = source.members[f"{source.dist_info}/METADATA"].info

@@ -12,7 +12,7 @@ Layouts and names of fields: PKWARE's APPNOTE.TXT 6.3.10, sections 4.3.7 to 4.3.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 from zipfile import ZIP_STORED, ZipInfo
@@ -27,7 +27,9 @@ _EXTRA: Final = struct.Struct("<2H")
 _NAME_LENGTH: Final = slice(26, 28)  # of a local header
 _STREAMED: Final = 0x8  # flag bits
 _UTF8: Final = 0x800
-_ZIP64_EXTRA: Final = 1
+_AGREED: Final = _STREAMED | _UTF8 | 0x2041  # and what says that it is encrypted, or a header is
+_ZIP64_EXTRA: Final = 1  # kinds of extra fields
+_OTHER_NAME: Final = 0x7075
 _VERSION: Final = 20  # of the format, that a reader of a plain member needs
 _VERSION_ZIP64: Final = 45
 _UNIX: Final = 3  # the system whose permission bits `external_attr` holds
@@ -72,13 +74,23 @@ def local_agrees(header: bytes, info: ZipInfo) -> bool:
     the two differ, one wheel would install as two.
     """
     fields = LOCAL_HEADER.unpack_from(header)
-    signature, _, flags, method, _, _, crc, size, _, name_length, _ = fields
-    name = header[LOCAL_HEADER.size : LOCAL_HEADER.size + name_length]
-    if signature != b"PK\3\4" or name != _raw_name(info):
+    signature, _, flags, method, _, _, crc, packed, size, name_length, _ = fields
+    end = LOCAL_HEADER.size + name_length
+    if signature != b"PK\3\4" or header[LOCAL_HEADER.size : end] != _raw_name(info):
         return False
-    if (flags & _STREAMED, method) != (info.flag_bits & _STREAMED, info.compress_type):
+    if (flags & _AGREED, method) != (info.flag_bits & _AGREED, info.compress_type):
         return False
-    return bool(flags & _STREAMED) or (crc == info.CRC and size in (info.compress_size, _MAX_32))
+    extra = dict(_fields(header[end:]))
+    if _OTHER_NAME in extra:
+        return False
+    if flags & _STREAMED:
+        return True
+    if _MAX_32 in (packed, size):
+        wide = struct.pack("<2Q", info.file_size, info.compress_size)
+        if extra.get(_ZIP64_EXTRA) != wide:
+            return False
+        packed, size = info.compress_size, info.file_size
+    return (crc, packed, size) == (info.CRC, info.compress_size, info.file_size)
 
 
 def descriptor_size(info: ZipInfo, following: bytes) -> int | None:
@@ -223,13 +235,17 @@ def _central_record(info: ZipInfo, name: str, offset: int) -> bytes:
 
 
 def _without_zip64(extra: bytes) -> bytes:
-    kept = b""
+    return b"".join(
+        _EXTRA.pack(kind, len(data)) + data for kind, data in _fields(extra) if kind != _ZIP64_EXTRA
+    )
+
+
+def _fields(extra: bytes) -> Iterator[tuple[int, bytes]]:
+    """Yield kind and content of each extra field; a rest that is none is passed over."""
     while len(extra) >= _EXTRA.size:
         kind, length = _EXTRA.unpack_from(extra)
-        field, extra = extra[: _EXTRA.size + length], extra[_EXTRA.size + length :]
-        if kind != _ZIP64_EXTRA:
-            kept += field
-    return kept + extra
+        yield kind, extra[_EXTRA.size : _EXTRA.size + length]
+        extra = extra[_EXTRA.size + length :]
 
 
 def _raw_name(info: ZipInfo, name: str | None = None) -> bytes:

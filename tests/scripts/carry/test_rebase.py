@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from scripts.carry.rebase import commits_by_fix
 from scripts.patchset.patch import read_patch
 from scripts.patchset.registry import Unpatched
 from scripts.project import read_toml
+from scripts.system.git import Repository
 from tests.scripts import toys
 from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
 from tests.scripts.checkouts import Checkout, registry_text
@@ -323,3 +325,25 @@ def test_a_clone_with_branches_and_merges_gives_the_same_patches(
     rebase(other, "--continue")
     patches = {n: data for n, data in contents(other).items() if n.startswith("patches/")}
     assert patches == {n: data for n, data in from_clone.items() if n.startswith("patches/")}
+
+
+@pytest.mark.parametrize(
+    ("trailers", "names"),
+    [
+        ("Fix: 1\n", ["1"]),
+        ("Fix: 1\r\n", ["1"]),
+        ("Fix: 1\u2028x\n", ["1\u2028x"]),
+        ("Fix: 1\n  more\n", ["1 more"]),
+        ("Fix: 1\nFix: 2\n", ["1 2"]),
+        ("Fix:\n", []),
+        ("\x85\x1c\x0b\n", []),
+    ],
+)
+def test_a_message_that_a_person_wrote_is_read_whatever_it_holds(
+    tmp_path: Path, trailers: str, names: list[str]
+) -> None:
+    commit(tmp_path, {"a.py": "a\n"}, "before")
+    last = commit(tmp_path, {"a.py": "b\n"}, f"a subject\n\nA \x0c text\x85.\n\n{trailers}")
+    found = commits_by_fix(Repository(tmp_path))
+    assert list(found) == names
+    assert set(found.values()) <= {last}

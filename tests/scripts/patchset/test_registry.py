@@ -111,6 +111,33 @@ class TestReading:
             ('author = "A Person <a@example.org>"\n', "", "author is not of the form"),
             ("A Person <a@example.org>", "A Person", "author is not of the form"),
             ("[[fix]]", "[[fix]", "it is no TOML"),
+            ("[[fix]]", "x = " + "[" * 100_000, "it is no TOML: its brackets"),
+            ("[[fix]]", "[fix]", "fix is no list of tables"),
+            ('slug = "a-name"', 'slug = "../a"', "slug is not of small letters"),
+            ('id = "1"', 'id = "\u0661"', "id is no number"),
+            ('"<=0.20.2"', f'"<{"9" * 5000}"', "no PEP 440 specifier"),
+            ('"d"', '"d\\u001b[31m"', "cannot be shown"),
+            ('"d"', '"d\\u202e"', "cannot be shown"),
+            ("A Person", "A \\u001b[31mPerson", "author is not of the form"),
+            ("depends-on = []", "depends-on = [[]]", "depends_on: text and lists"),
+            ('["tests/a.py", "tests/b.py::test"]', "[1]", "tests: text and lists"),
+            ('risk = "d"\n', 'risk = "d"\nspared = "x"\n', "spared is no list of tables"),
+            ('risk = "d"\n', 'risk = "d"\nforward-test = [1]\n', "forward-test is no list"),
+            (
+                'risk = "d"\n',
+                'risk = "d"\n[[fix.unpatched]]\nreleases = "all"\nreason = "x"\n',
+                "unpatched: Invalid specifier",
+            ),
+            (
+                'risk = "d"\n',
+                'risk = "d"\n[[fix.spared]]\nreleases = "<1"\nreason = "x"\ntests = [1]\n',
+                "tests: text and lists",
+            ),
+            (
+                'risk = "d"\n',
+                'risk = "d"\n[[fix.upstream-test]]\nreleases = "<1"\nreason = 1\ntest = "a"\n',
+                "upstream-test: text and lists",
+            ),
         ],
     )
     def test_names_what_is_wrong(self, tmp_path: Path, old: str, new: str, fault: str) -> None:

@@ -9,6 +9,7 @@ from typing import NoReturn
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from scripts.system import console
 from scripts.system.console import entry, progress, storage_error
@@ -108,3 +109,20 @@ def test_progress_is_for_terminals(
     with progress("file.whl", 100) as advance:
         advance(50)
     assert "file.whl" in screen.getvalue()
+
+
+def test_no_error_and_no_table_moves_the_cursor(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "a\x1b[31m\x07b\r\u202e\udcff.py"
+    error = KvfixError(f"has {name}", expected=name, next_step=name)
+    assert ended(raising(error)) == 1
+    table = Table("fix")
+    table.add_row(name)
+    console.out.print(table)
+    said = capsys.readouterr()
+    for text in (said.out, said.err):
+        assert text.replace("\n", "").isprintable()
+        assert "a\\x1b[31m\\x07b\\r\\u202e\\udcff.py" in text
+
+
+def test_what_can_be_shown_is_shown_as_it_is() -> None:
+    assert console.visible("größe → 1\n  [bold]\t✗") == "größe → 1\n  [bold]\t✗"

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from scripts.project import ROOT
-from scripts.system.files import replacing, sha256
+from scripts.system.files import replace_text, replacing, sha256, working_folder
 
 _WRITER = """
 import sys
@@ -90,6 +90,59 @@ def test_what_a_killed_process_leaves_is_swept_by_the_next(tmp_path: Path) -> No
     with replacing(target) as file:
         file.write(b"new")
     assert target.read_bytes() == b"new"
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_is_killed_beside_a_writer_is_swept_by_that_one(tmp_path: Path) -> None:
+    target = tmp_path / "a.whl"
+    with replacing(target) as file:
+        process = start_writer(target)
+        process.kill()
+        finish(process)
+        assert len(list(tmp_path.iterdir())) == 2
+        file.write(b"new")
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_what_is_killed_is_swept_where_nothing_is_to_be_written(tmp_path: Path) -> None:
+    target = tmp_path / "a.txt"
+    replace_text(target, "text")
+    process = start_writer(target)
+    process.kill()
+    finish(process)
+    replace_text(target, "text")
+    assert list(tmp_path.iterdir()) == [target]
+
+
+def test_a_folder_that_a_killed_process_works_in_is_swept_by_the_next(tmp_path: Path) -> None:
+    target = tmp_path / "tree"
+    with working_folder(target) as living:
+        (living / "a").touch()
+        dead = subprocess.Popen(
+            [
+                *(sys.executable, "-c"),
+                "import sys, time\nfrom pathlib import Path\n"
+                "from scripts.system.files import working_folder\n"
+                "with working_folder(Path(sys.argv[1])) as folder:\n"
+                "    (folder / 'below').mkdir()\n    print(folder, flush=True)\n"
+                "    time.sleep(60)",
+                target,
+            ],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert dead.stdout is not None
+        folder = Path(dead.stdout.readline().strip())
+        dead.kill()
+        with dead:
+            dead.communicate()
+        assert folder.is_dir()
+        with working_folder(target) as other:
+            assert not folder.exists()
+            assert (living / "a").exists()
+            (other / "top").mkdir()
+            (other / "top").rename(target)
     assert list(tmp_path.iterdir()) == [target]
 
 

@@ -208,3 +208,17 @@ def test_the_words_of_git_are_in_the_message(tmp_path: Path) -> None:
     with pytest.raises(GitError, match=r"git tag failed in .*: fatal: .*'no such'") as caught:
         Repository(tmp_path).run("tag", "no such")
     assert "as git says" in caught.value.next_step
+
+
+def test_what_killed_commands_have_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
+    commit(tmp_path / "a", {"a.py": "a\n"}, "before")
+    git(tmp_path, "clone", "--quiet", "--bare", "a", "b.git")
+    bare = tmp_path / "b.git"
+    before = set(bare.rglob("*"))
+    left = ["objects/pack/tmp_pack_x", "objects/pack/tmp_idx_x", "objects/tmp_obj_x",
+            "refs/heads/main.lock", "packed-refs.lock", "fast_import_crash_1"]  # fmt: skip
+    for name in left:
+        (bare / name).touch()
+    Repository(bare).sweep()
+    assert set(bare.rglob("*")) == before
+    git(bare, "fsck", "--strict")

@@ -257,3 +257,20 @@ def test_a_tag_that_has_moved_stops_everything(clone: Path) -> None:
 def test_no_repository(clone: Path, origin: str) -> None:
     with pytest.raises(GitError, match="fetch failed"):
         upstream(origin)
+
+
+def test_what_a_killed_import_has_left_goes_with_the_next(
+    releases: Releases, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    releases.pin("0.9.1")
+    repository = releases.make("cache", monkeypatch).repository.path
+    left = [
+        repository / "objects" / "pack" / "tmp_pack_abc",
+        repository / "fast_import_crash_7",
+        repository / "refs" / "tags" / "v0.10.0.lock",
+    ]
+    for path in left:
+        path.touch()
+    releases.pin("0.9.1", "0.10.0")
+    assert releases.make("cache", monkeypatch).releases() == ["0.9.1", "0.10.0"]
+    assert not any(path.exists() for path in left)

@@ -237,6 +237,9 @@ def entry(name: str, text: str = ENTRY) -> str:
     ("text", "message"),
     [
         ("[", "no TOML"),
+        ("x = " + "[" * 100_000, "no TOML"),
+        (entry("9" * 5000), "is no final release"),
+        (entry("0.20.2", ENTRY.replace("0.20.2", "9" * 5000)), "no wheel or .tar.gz"),
         (entry("0.20.2") * 2, "no TOML"),
         (entry("0.20.2", ENTRY + f'"{SDIST}" = "{HASH}"\n'), "no TOML"),
         (entry("0.20.2rc1"), "0.20.2rc1"),

@@ -12,6 +12,7 @@ from scripts.wheel.names import (
     patched_version,
     patched_version_module,
 )
+from tests.scripts.hostile import wheels
 
 
 @pytest.mark.parametrize(
@@ -154,3 +155,25 @@ def test_the_version_module_states_the_new_version(
 def test_a_version_module_of_another_form_is_refused(broken: bytes) -> None:
     with pytest.raises(BrokenWheelError, match=r"vllm/_version\.py has"):
         patched_version_module(broken, Version("0.20.2"), Version("0.20.2+kvfix.0.1.0"))
+
+
+@pytest.mark.parametrize("text", wheels.VERSIONS)
+def test_an_odd_version_module_is_refused_or_says_the_new_version(text: bytes) -> None:
+    new = Version("0.20.2+kvfix.0.1.0")
+    try:
+        after = patched_version_module(text, Version("0.20.2"), new)
+    except BrokenWheelError as error:
+        assert "vllm/_version.py has" in error.found
+    else:
+        assert b"__version__ = version = '0.20.2+kvfix.0.1.0'" in after
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["vllm-0.20.2\n-py3-none-any.whl", "vllm-0.20.2-py3-none-\x1b[31m.whl", "\udcff.whl",
+     "vllm\n-0.20.2-py3-none-any.whl", f"vllm-{'9' * 5000}-py3-none-any.whl"],
+)  # fmt: skip
+def test_a_name_that_cannot_be_shown_is_refused(name: str) -> None:
+    with pytest.raises(BrokenWheelError) as caught:
+        WheelName.parse(name)
+    assert caught.value.found.isprintable() or len(name) > 5000

@@ -17,12 +17,14 @@ from scripts.system.errors import (
     UsageError,
     WrongReleaseError,
 )
-from scripts.wheel.reader import RecordRow, WheelReader
+from scripts.wheel.reader import LARGEST, RecordRow, WheelReader
+from tests.scripts.hostile import wheels as hostile
 from tests.scripts.wheels import (
     NATIVE,
     ODD_NAME,
     TAGS,
     WORKER,
+    record,
     stock_files,
     stock_wheel_file,
     with_metadata,
@@ -348,3 +350,115 @@ def test_no_damage_leads_to_anything_but_our_own_error(tmp_path: Path, data: st.
                 wheel.read(name)
     except BrokenWheelError:
         pass
+
+
+class TestMemory:
+    """What is held whole has a bound; nothing is inflated to find out that it is too large."""
+
+    @pytest.mark.parametrize("name", [f"{FOLDER}/METADATA", f"{FOLDER}/RECORD"])
+    def test_of_what_is_read_when_a_wheel_is_opened(self, tmp_path: Path, name: str) -> None:
+        files = with_metadata(stock_files())
+        files[name] += b"\n" * (LARGEST + 1)
+        assert (
+            f"holds a {name} of {len(files[name])} bytes"
+            in refused(tmp_path, zip_bytes(files)).found
+        )
+
+    def test_of_any_member_that_is_read(self, tmp_path: Path) -> None:
+        path = stock_wheel_file(tmp_path, {**stock_files(), WORKER: bytes(LARGEST + 1)})
+        with WheelReader(path) as wheel, pytest.raises(BrokenWheelError, match="bytes"):
+            wheel.read(WORKER)
+
+    def test_of_the_directory(self, tmp_path: Path) -> None:
+        buffer = io.BytesIO()
+        with zipfile.ZipFile(buffer, "w") as archive:
+            for number in range(130):
+                info = zipfile.ZipInfo(f"vllm/{number}")
+                info.comment = b"x" * 65535
+                archive.writestr(info, b"")
+        assert "a directory of 85" in refused(tmp_path, buffer.getvalue()).found
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("vllm/a\nb.py", "cannot be shown"),
+        ("vllm/\x1b[31m.py", "cannot be shown"),
+        ("vllm/\u202egnp.py", "cannot be shown"),
+        ("vllm/" + "x" * 256, "longer than any"),
+        ("vllm/" + "x/" * 2100 + "y", "longer than any"),
+    ],
+)
+def test_names_that_no_file_has_are_refused(tmp_path: Path, name: str, reason: str) -> None:
+    error = refused(tmp_path, zip_bytes(with_metadata({**stock_files(), name: b"x"})))
+    assert reason in error.found
+    assert error.found.isprintable()
+
+
+def test_a_name_in_record_is_not_printed_as_it_is(tmp_path: Path) -> None:
+    files = with_metadata(stock_files())
+    files[f"{FOLDER}/RECORD"] = b'"a\nexpected: b",sha256=x,1\n' + files[f"{FOLDER}/RECORD"]
+    assert "lists 'a\\nexpected: b' in RECORD" in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_a_file_and_a_folder_of_one_name_are_refused(tmp_path: Path) -> None:
+    content = zip_bytes(with_metadata({**stock_files(), f"{WORKER}/x": b""}))
+    assert f"{WORKER} as a file" in refused(tmp_path, content).found
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "data"),
+    [
+        ("vllm/link", 0o120777, b"/etc/passwd"),
+        ("vllm/device", 0o020644, b""),
+        ("vllm/folder", 0o040755, b""),
+        ("vllm/folder/", 0o100644, b""),
+        ("vllm/folder/", 0o040755, b"content"),
+    ],
+)
+def test_what_is_neither_file_nor_folder_is_refused(
+    tmp_path: Path, name: str, mode: int, data: bytes
+) -> None:
+    entries = [*hostile.sound()]
+    entries.insert(0, hostile.Entry(name.encode(), data, mode))
+    entries[-1].data = record({one.text: one.data for one in entries}, hostile.RECORD)
+    assert name in refused(tmp_path, hostile.pack(entries)).found
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"local_flags": 0x800},
+        {"lies": {"local_size": 1}},
+        {"local_extra": b"\x75\x70\x06\x00\x01\0\0\0\0x"},
+        {"lies": {"local_size": 0xFFFFFFFF}, "local_extra": b"\1\0\x10\0" + bytes(16)},
+    ],
+)
+def test_a_local_header_of_another_file_is_refused(
+    tmp_path: Path, change: dict[str, object]
+) -> None:
+    entries = hostile.sound()
+    for field, value in change.items():
+        setattr(entries[0], field, value)
+    assert "where its directory says" in refused(tmp_path, hostile.pack(entries)).found
+
+
+@pytest.mark.parametrize("size", ["1", "9" * 5000, "007"])
+def test_a_size_in_record_is_the_files(tmp_path: Path, size: str) -> None:
+    files = with_metadata({"vllm/seven.py": b"1234567"})
+    row = files[f"{FOLDER}/RECORD"]
+    files[f"{FOLDER}/RECORD"] = row.replace(b",7\n", b",%b\n" % size.encode())
+    assert "lists vllm/seven.py in RECORD with" in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_a_version_of_more_digits_than_a_number_takes_is_refused(tmp_path: Path) -> None:
+    files = with_metadata(stock_files())
+    metadata = files[f"{FOLDER}/METADATA"]
+    files[f"{FOLDER}/METADATA"] = metadata.replace(b"0.20.2", b"9" * 5000)
+    assert "in its METADATA" in refused(tmp_path, zip_bytes(files)).found
+
+
+def test_an_sbom_of_ours_in_a_stock_wheel_says_that_it_is_patched(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path, {**stock_files(), f"{FOLDER}/sboms/kvfix.cdx.json": b"{}"})
+    with WheelReader(path) as wheel, pytest.raises(AlreadyPatchedError, match="it holds"):
+        wheel.require_stock("0.20.2")

@@ -153,6 +153,51 @@ def test_compressed_bytes_are_compared_and_not_only_what_the_directory_says(buil
     assert any("that cannot be read" in fault for fault in faults)  # its RECORD row, read in full
 
 
+@pytest.mark.parametrize("header", ["central", "local"])
+def test_each_field_of_a_header_is_compared_with_what_apply_writes(
+    built: Built, header: str
+) -> None:
+    sound = built.patched.read_bytes()
+    assert verify(built.patched, built.stock, built.expected).fixes == (FIX,)
+    signature, length = (b"PK\1\2", 46) if header == "central" else (b"PK\3\4", 30)
+    start = sound.index(signature)
+    for at in range(start, start + length):
+        content = bytearray(sound)
+        content[at] ^= 1
+        built.patched.write_bytes(content)
+        with pytest.raises((CheckFailedError, BrokenWheelError)):
+            verify(built.patched, built.stock, built.expected)
+
+
+def test_bytes_behind_the_wheel_are_found(built: Built) -> None:
+    content = built.patched.read_bytes()
+    comment = b"of the file"  # which stock has
+    assert content.endswith(comment)
+    built.patched.write_bytes(content[: -len(comment)] + b"of another!")
+    with pytest.raises(CheckFailedError, match="1 fault"):
+        verify(built.patched, built.stock, built.expected)
+
+
+def test_what_should_be_small_is_not_inflated(
+    built: Built, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = built.content()
+    content[NATIVE] = bytes(20_000_000)
+    built.rewrite(content)
+    read: list[str] = []
+    pieces = WheelReader.pieces
+
+    def noted(wheel: WheelReader, name: str) -> Iterator[bytes]:
+        read.append(name)
+        return pieces(wheel, name)
+
+    monkeypatch.setattr(WheelReader, "pieces", noted)
+    with pytest.raises(CheckFailedError):
+        verify(built.patched, built.stock, built.expected)
+    assert NATIVE not in read
+    assert NATIVE in capsys.readouterr().err
+
+
 def test_a_file_under_another_name_is_found(built: Built) -> None:
     other = built.patched.with_name("vllm-0.20.2+kvfix.0.1.0-py3-none-any.whl")
     built.patched = built.patched.rename(other)
@@ -164,7 +209,6 @@ def test_a_file_under_another_name_is_found(built: Built) -> None:
     [
         (b"/worker.py,sha256=", b"/worker.py,sha256=x", "does not have the hash"),
         (b"/worker.py,sha256=", b"/worker.py,md5=", "a hash of the kind 'md5'"),
-        (b",13\n", b",14\n", "RECORD says 14 bytes, it has 13"),
     ],
 )
 def test_a_wrong_row_in_record_is_found(
@@ -178,6 +222,16 @@ def test_a_wrong_row_in_record_is_found(
     with WheelReader(built.patched) as patched:
         faults = verify_record(patched, patched.names)
     assert any(expected in fault for fault in faults)
+
+
+def test_a_wrong_size_in_record_is_refused(built: Built) -> None:
+    content = built.content()
+    own = f"{built.changes.dist_info}/RECORD"
+    assert content[own].count(b",13\n") == 1
+    content[own] = content[own].replace(b",13\n", b",14\n")
+    built.rewrite(content, with_record=False)
+    with pytest.raises(BrokenWheelError, match=r"worker\.py in RECORD with 14 bytes"):
+        verify(built.patched, built.stock, built.expected)
 
 
 def test_the_cheap_part_hashes_only_what_it_is_told_to(built: Built) -> None:
