@@ -41,7 +41,7 @@ COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "other"}}
-LOOKS_AFTER_ITSELF = Version(vllm.__version__) < Version("0.23")
+LOOKS_AFTER_ITSELF = Version(vllm.__version__) < Version("0.24")
 """Whether the clean-up around a handler is ours."""
 STOCK_CLEANS_UP = Version(vllm.__version__) >= Version("0.21")
 """Whether stock has one."""

@@ -27,7 +27,7 @@ HANDLERS = {
     RESPONSES: ("openai_serving_responses", "create_responses"),
     GENERATE: ("serving_tokens", "serve_tokens"),
 }
-SAYS_SO = Version(vllm.__version__) >= Version("0.23")
+SAYS_SO = Version(vllm.__version__) >= Version("0.28")
 """Whether /v1/messages answers a refusal of its handler with a 400, as the other endpoints."""
 FINAL = [400, 404, 422]
 RETRIED = [429, 500, 503]
@@ -92,7 +92,7 @@ def test_a_stream_that_begins_with_an_error(
 def test_a_refusal_that_is_answered_as_a_fault(
     error: type[Exception], stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stock tells P of both from 0.21 to 0.22. The first would be refused by every server; the
+    """Stock tells P of both from 0.21.0 to 0.27.1. The first would be refused by every server; the
     second may be served by another one, which has to find the blocks. Before 0.21 P holds both."""
 
     async def test() -> None:
