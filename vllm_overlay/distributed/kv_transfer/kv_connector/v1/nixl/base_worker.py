@@ -4,15 +4,13 @@
 from __future__ import annotations
 
 import queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
     )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
-
-    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import GuardedReceives
 
 
 def count_later(worker: NixlBaseConnectorWorker) -> None:
@@ -34,7 +32,7 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
 
     Its KV is there, whatever happens to telemetry or handle.
     """
-    receives: GuardedReceives | None = vars(worker).get("_receives")  # to 0.29.0, in a pull
+    receives: Any = vars(worker).get("_receives")  # of a worker that pulls, up to 0.29.0
     if receives is not None:
         receives.read_done(req_id, handle)
         return
