@@ -10,7 +10,11 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        ReqId,
+        ReqMeta,
+        TransferHandle,
+    )
 
 
 def count_later(worker: NixlBaseConnectorWorker) -> None:
@@ -24,7 +28,18 @@ def count_failed_handshakes(worker: NixlBaseConnectorWorker) -> None:
     waiting: queue.SimpleQueue[int] | None = vars(worker).get("_failed_handshakes")
     while waiting is not None and not waiting.empty():  # one consumer
         waiting.get_nowait()
-        worker.xfer_stats.record_failed_handshake()
+        stats: Any = worker.xfer_stats  # counts them from 0.31.0 on
+        stats.record_failed_handshake()
+
+
+def handshake_failed(
+    worker: NixlBaseConnectorWorker, req_id: ReqId, meta: ReqMeta, error: Exception
+) -> None:
+    """Hand a receive whose handshake has failed over to the main thread.
+
+    Up to 0.29.0, where only a worker that pulls shakes hands for a request.
+    """
+    vars(worker)["_receives"].handshake_failed(req_id, meta, error)
 
 
 def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:
