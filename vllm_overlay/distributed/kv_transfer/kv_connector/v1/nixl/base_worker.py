@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
 
@@ -12,9 +12,11 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqId, TransferHandle
-
-    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import GuardedReceives
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        ReqId,
+        ReqMeta,
+        TransferHandle,
+    )
 
 
 def count_later(worker: NixlBaseConnectorWorker) -> None:
@@ -28,7 +30,18 @@ def count_failed_handshakes(worker: NixlBaseConnectorWorker) -> None:
     waiting: queue.SimpleQueue[int] | None = vars(worker).get("_failed_handshakes")
     while waiting is not None and not waiting.empty():  # one consumer
         waiting.get_nowait()
-        worker.xfer_stats.record_failed_handshake()
+        stats: Any = worker.xfer_stats  # counts them from 0.31.0 on
+        stats.record_failed_handshake()
+
+
+def handshake_failed(
+    worker: NixlBaseConnectorWorker, req_id: ReqId, meta: ReqMeta, error: Exception
+) -> None:
+    """Hand a receive whose handshake has failed over to the main thread.
+
+    Up to 0.29.0, where only a worker that pulls shakes hands for a request.
+    """
+    vars(worker)["_receives"].handshake_failed(req_id, meta, error)
 
 
 def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:
@@ -36,7 +49,7 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
 
     Its KV is there, whatever happens to telemetry or handle.
     """
-    receives: GuardedReceives | None = vars(worker).get("_receives")  # to 0.29.0, in a pull
+    receives: Any = vars(worker).get("_receives")  # of a worker that pulls, up to 0.29.0
     if receives is not None:
         receives.read_done(req_id, handle)
         return

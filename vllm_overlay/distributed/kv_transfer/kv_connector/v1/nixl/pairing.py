@@ -9,7 +9,7 @@ blocks may differ in size in models of several groups.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.v1.kv_cache_interface import MambaSpec
@@ -65,7 +65,7 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
         )
 
 
-def _grouped_otherwise(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> bool:
+def _grouped_otherwise(worker: Any, peer: NixlAgentMetadata) -> bool:  # noqa: ANN401 - as it says
     """Whether regions belong to other groups on P than here; up to 0.29.0 they cannot."""
     if not hasattr(worker, "dst_region_group_ids"):
         return False
@@ -85,7 +85,7 @@ def refuse_pusher(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
             larger ones of P end our engine once they have been written, smaller ones P refuses.
     """
     theirs = getattr(peer, "region_group_ids", None)  # from 0.30.0 on
-    if theirs is not None and worker.region_group_ids != theirs:
+    if theirs is not None and getattr(worker, "region_group_ids", theirs) != theirs:
         return
     refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]
     refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]

@@ -36,26 +36,31 @@ _Worker = Any
 _ReadBlocks = Callable[..., None]
 
 
+def _receives_of(worker: NixlBaseConnectorWorker) -> Receives:
+    """What the hook in the constructor has made; which class it is differs from fix to fix."""
+    receives: Receives = vars(worker)["_receives"]
+    return receives
+
+
 # ---------------------------------------------------------------- 40364
 
 
 class TakesReceives(NixlBaseConnectorWorker):
     """A base for `NixlPullConnectorWorker`, which makes its `_receives`."""
 
-    _receives: Receives
-
     def _pop_done_transfers(self, transfers: dict[str, list[TransferHandle]]) -> set[ReqId]:
-        ended = self._receives.pop_ended(super()._pop_done_transfers)
-        for req_id in self._receives.pop_failed(ended):
+        receives = _receives_of(self)
+        ended = receives.pop_ended(super()._pop_done_transfers)
+        for req_id in receives.pop_failed(ended):
             self._failed_recv_reqs.put(req_id)
         return ended
 
     def _handle_failed_transfer(self, req_id: ReqId, handle: TransferHandle | None) -> None:
-        self._receives.fail(req_id, handle)
+        _receives_of(self).fail(req_id, handle)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         """Return blocks that are invalid since the last call, also those of failed handshakes."""
-        self._receives.invalidate_unconnected()
+        _receives_of(self).invalidate_unconnected()
         return super().get_block_ids_with_load_errors()
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All releases: how the receive of a request's KV fails on D, and how nothing else does.
+"""Up to 0.29.0: how the receive of a request's KV fails on D, and how nothing else does.
 
 The life of one receive, which the scheduler asks for in `start_load_kv` and awaits in
 `get_finished`::
