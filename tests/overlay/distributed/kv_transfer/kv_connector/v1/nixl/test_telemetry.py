@@ -37,7 +37,7 @@ def nothing(handle: int) -> None:
 def test_a_nixl_that_measures_nothing_fails_nothing(
     worker: NixlConnectorWorker, says: Callable[[int], None]
 ) -> None:
-    nixl_of(worker).get_xfer_telemetry = says  # type: ignore[method-assign]
+    nixl_of(worker).get_xfer_telemetry = says  # type: ignore[assignment, method-assign]
     with (
         mock.patch.object(telemetry.logger, "warning_once") as warning,
         mock.patch.object(worker, "_log_failure") as failure,
