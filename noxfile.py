@@ -112,6 +112,12 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """See which changes of the code no test notices: nox -s mutants -- RELEASE|tools [MODULE...]."""
+    command(session, group="tests")
+
+
+@nox.session
 def status(session: nox.Session) -> None:
     """Say where each fix stands on each release: nox -s status -- [--prove [RELEASE...]]."""
     command(session)

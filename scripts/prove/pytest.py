@@ -52,14 +52,18 @@ def start_pytest(
 ) -> Finished:
     """Run pytest with the command-line `words` where the installed vLLM is what is imported."""
     return run(
-        [
-            environment.python, "-m", "pytest", "-p", PLUGIN, "-p", RAISED,
-            "-p", "no:cacheprovider",
-            "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
-        ],
+        pytest_command(environment.python, "-p", PLUGIN, "-p", RAISED, *words),
         cwd=stage(),
         env=environment.variables(shadow),
         timeout=timeout,
         check=False,
         stream=stream,
-    )  # fmt: skip
+    )
+
+
+def pytest_command(python: Path, *words: str) -> list[str | Path]:
+    """Return the command that runs pytest with the repository's settings."""
+    return [
+        python, "-m", "pytest", "-p", "no:cacheprovider",
+        "--config-file", ROOT / "pyproject.toml", "--rootdir", ROOT, *words,
+    ]  # fmt: skip
