@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.nixl_release import NixlConnectorWorker
@@ -35,7 +36,8 @@ def pulling(ranks: int = 2) -> Any:  # noqa: ANN401 - the worker
 
 def heard(worker: Any) -> dict[str, int]:  # noqa: ANN401
     """How often each agent of P has heard of the request."""
-    return {agent: len(words) for agent, words in nixl_of(worker).heard.items()}
+    every = nixl_of(worker).heard
+    return {agent: len([word for word in words if word]) for agent, words in every.items()}
 
 
 ONCE = {agent_name("P", 0): 1, agent_name("P", 1): 1}
@@ -130,3 +132,103 @@ def test_a_peer_that_nixl_has_dropped_is_told_nothing(monkeypatch: pytest.Monkey
     nixl.fail(flies)
     assert lives(step, worker)[1] == {"reads"}
     assert nixl.called("send_notif") == []
+
+
+def ended(worker: Any, steps: int = 3) -> set[str]:  # noqa: ANN401
+    """What is reported as received within some steps."""
+    return set().union(*(lives(step, worker)[1] for _ in range(steps)))
+
+
+def test_p_is_told_how_many_of_our_ranks_read_from_it() -> None:
+    """P counts them: with another number it would free the blocks too early, or never."""
+    worker = make_worker(tp_size=2)
+    connect(worker, "P", tp_size=1)
+    lives(receive, worker)
+    nixl = nixl_of(worker)
+    (read,) = nixl.reads
+    nixl.fail(read)
+    assert ended(worker) == {"req-d"}
+    assert nixl.heard == {agent_name("P", 0): [b"req-p:2"]}
+
+
+@pytest.mark.parametrize("bad", [True, False])
+def test_ranks_with_the_same_latent_cache_are_told_once(bad: bool) -> None:
+    """Upstream tells those that are not read from when the read has been posted."""
+    worker = make_worker(mla=True)
+    connect(worker, "P", tp_size=4)
+    lives(receive, worker, tp_size=4)
+    nixl = nixl_of(worker)
+    (read,) = nixl.reads
+    (nixl.fail if bad else nixl.finish)(read)
+    assert ended(worker) == {"req-d"}
+    assert heard(worker) == {agent_name("P", rank): 1 for rank in range(4)}
+
+
+def test_a_request_whose_prefix_we_hold_is_told_once_also_if_its_id_comes_back() -> None:
+    """The id of a receive that ended well says nothing of the next one."""
+    worker = pulling()
+    nixl = nixl_of(worker)
+    nixl.finish(*nixl.reads)
+    assert ended(worker) == {"req-d"}
+    lives(receive, worker, tp_size=2)
+    nixl.fail(*nixl.in_flight())
+    assert ended(worker) == {"req-d"}
+    assert heard(worker) == {agent_name("P", 0): 2, agent_name("P", 1): 2}
+
+
+def test_of_two_receives_only_the_one_that_failed_is_told_of() -> None:
+    worker = pulling()
+    nixl = nixl_of(worker)
+    first = list(nixl.reads)
+    lives(receive, worker, "other", remote_request_id="req-q", tp_size=2)
+    nixl.fail(*first)
+    assert ended(worker) == {"req-d"}
+    assert {word for words in nixl.heard.values() for word in words} == {b"req-p:1"}
+    nixl.finish(*nixl.in_flight())
+    assert ended(worker) == {"other"}
+    assert sorted(nixl.heard[agent_name("P", 0)]) == [b"req-p:1", b"req-q:1"]
+
+
+def test_an_id_that_is_no_text_ends_nothing() -> None:
+    """The client has made it up; NIXL gets bytes, and P knows no such request."""
+    worker = make_worker()
+    connect(worker)
+    lives(receive, worker, remote_request_id="\ud800")
+    nixl = nixl_of(worker)
+    nixl.fail(*nixl.in_flight())
+    assert ended(worker) == {"req-d"}
+
+
+def test_a_rank_whose_word_waits_for_all_its_reads_has_not_been_told() -> None:
+    """Mixed memory: a rank is read in two parts and told when all have arrived, or not at all."""
+    worker: Any = make_worker(num_blocks=16)
+    connect(worker, "P", tp_size=2)
+    if "_mixed_mem_types" not in vars(worker):
+        pytest.skip("the release knows no mixed memory")
+    worker._mixed_mem_types = True
+    worker._dram_src_handles_by_tp_ratio = dict(worker.src_xfer_handles_by_tp_ratio)
+    worker._dram_src_handles_by_block_size = dict(worker.src_xfer_handles_by_block_size)
+    every = np.arange(1024)
+    worker._desc_is_dram_by_block_size = {worker.block_size: every % 2 == 0}
+    worker._desc_pos_by_block_size = {worker.block_size: every}
+    lives(receive, worker, tp_size=2)
+    nixl = nixl_of(worker)
+    assert len(nixl.reads) == 4
+    bad, *good = nixl.reads
+    nixl.fail(bad)
+    nixl.finish(*good)
+    assert ended(worker) == {"req-d"}
+    assert heard(worker) == ONCE
+
+
+def test_what_fails_without_a_connection_is_upstream_s_to_judge(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It starts a handshake there. That this raises is no failure of a read."""
+    worker: Any = make_worker()
+    error = RuntimeError("can't start new thread")
+    monkeypatch.setattr(worker, "_background_nixl_handshake", raising(error))
+    with pytest.raises(RuntimeError) as raised:
+        receive(worker)
+    assert raised.value is error
+    assert not worker._recv_failures
