@@ -113,7 +113,7 @@ def parity(session: nox.Session) -> None:
 
 @nox.session
 def mutants(session: nox.Session) -> None:
-    """See which changes of the code no test notices: nox -s mutants -- RELEASE|tools [MODULE...]."""
+    """Change the code a little, and see whether a test notices: nox -s mutants -- RELEASE."""
     command(session, group="tests")
 
 

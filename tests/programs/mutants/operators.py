@@ -179,7 +179,9 @@ class _Walk:
         self, node: ast.expr, parent: ast.AST, field: str, index: int | None
     ) -> Iterator[Edit]:
         """Yield the changes of an expression and of all that is in it."""
-        if _is_for_people(node) or (isinstance(node, ast.Call) and not _LOGS.isdisjoint(_names(node.func))):
+        if _is_for_people(node) or (
+            isinstance(node, ast.Call) and not _LOGS.isdisjoint(_names(node.func))
+        ):
             return
         if isinstance(node, ast.Call) and _name(node.func) in _FOR_TYPES:
             for at, argument in enumerate(node.args[1:], 1):
@@ -393,8 +395,7 @@ def _is_idle(statement: ast.stmt) -> bool:
         if isinstance(value, ast.Await):
             value = value.value
         return isinstance(value, ast.Constant) or (
-            isinstance(value, ast.Call)
-            and not _LOGS.isdisjoint(_names(value.func))
+            isinstance(value, ast.Call) and not _LOGS.isdisjoint(_names(value.func))
         )
     return isinstance(
         statement, (ast.Assert, ast.Pass, ast.Import, ast.ImportFrom, ast.Global, ast.Nonlocal)
@@ -440,15 +441,14 @@ def _constant(statement: ast.stmt) -> str | None:
 
 
 def _is_data(node: ast.expr) -> bool:
-    """Whether an expression only builds values: no call but of a built-in container or `compile`."""
+    """Whether an expression only builds values: no call but of a container or `re.compile`."""
     calls = {"frozenset", "set", "dict", "tuple", "list", "compile"}
     kinds = (
         ast.Constant, ast.Tuple, ast.List, ast.Set, ast.Dict, ast.BinOp, ast.UnaryOp, ast.Name,
         ast.Attribute, ast.Call, ast.operator, ast.unaryop, ast.expr_context,
     )  # fmt: skip
     return not isinstance(node, (ast.Name, ast.Attribute)) and all(
-        isinstance(inner, kinds)
-        and (not isinstance(inner, ast.Call) or _name(inner.func) in calls)
+        isinstance(inner, kinds) and (not isinstance(inner, ast.Call) or _name(inner.func) in calls)
         for inner in ast.walk(node)
     )
 

@@ -1,8 +1,8 @@
 """A pytest plugin: runs mutants of some modules against the tests that were collected.
 
-`KVFIX_MUTANTS` names a JSON file with `modules` (files by the name they are imported by), `workers`,
-`patience` (seconds) and `out`. Vital to the speed is that nothing is imported twice: the tests are collected once, run
-once in a fork to learn which of them executes which line, and then every mutant is a fork that
+`KVFIX_MUTANTS` names a JSON file with `modules` (files by the name they are imported by),
+`workers`, `patience` (seconds) and `out`. Nothing is imported twice: the tests are collected once,
+run once in a fork to learn which of them executes which line, and then every mutant is a fork that
 swaps in its code and runs the tests that execute the changed lines, up to the first that fails.
 
 `out` gets a JSON object a line: what was learned, then each mutant with its verdict:
@@ -260,4 +260,3 @@ def _free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
     return port
-

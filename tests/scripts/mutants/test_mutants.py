@@ -1,4 +1,4 @@
-"""Mutants of a toy: the one that a test kills, the one that survives, that hangs, that is unreached."""
+"""Mutants of a toy: one that a test kills, one that survives, hangs, is not reached."""
 
 from __future__ import annotations
 
@@ -108,7 +108,9 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def tried(folder: Path) -> list[Row]:
     command = [Path(sys.executable), "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", folder]
-    return run.rows_of(command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2)
+    return run.rows_of(
+        command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2
+    )
 
 
 def verdicts(rows: list[Row]) -> dict[tuple[str, str], str]:

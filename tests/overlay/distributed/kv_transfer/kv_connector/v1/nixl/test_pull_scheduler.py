@@ -288,4 +288,6 @@ def test_the_log_says_once_why_nothing_can_be_pushed(caplog: pytest.LogCaptureFi
         logger.removeHandler(caplog.handler)
     said = {r.getMessage() for r in caplog.records if "cannot have its KV" in r.getMessage()}
     assert len(said) == 1
-    assert said.pop().endswith("kv_transfer_params.tp_size is missing. Its prompt is computed here.")
+    assert said.pop().endswith(
+        "kv_transfer_params.tp_size is missing. Its prompt is computed here."
+    )
