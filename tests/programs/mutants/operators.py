@@ -33,7 +33,9 @@ _ARITHMETIC = {
 _OTHER = {"min": "max", "max": "min", "any": "all", "all": "any"}
 _LOGS = frozenset({"logger", "log", "logging", "warnings", "err", "_log_failure"})
 _FOR_TYPES = frozenset({"cast", "TypeVar", "NewType", "init_logger", "getLogger"})
-_FIXED_ORDER = frozenset({"getattr", "setattr", "isinstance", "issubclass", "hasattr", "zip"})
+_FIXED_ORDER = frozenset(
+    {"min", "max", "getattr", "setattr", "isinstance", "issubclass", "hasattr", "zip"}
+)
 
 
 @dataclass(frozen=True)
@@ -147,8 +149,8 @@ class _Walk:
             return
         place = self.parents[statement]
         field = next(f for f, value in ast.iter_fields(place) if value is body)
-        for new in _instead(statement, function):
-            edit = Edit(place, field, index, ast.copy_location(new, statement))
+        for instead in _instead(statement, function):
+            edit = Edit(place, field, index, ast.copy_location(instead, statement))
             yield self._mutant(name, edit, statement, function)
         if not isinstance(statement, ast.Raise):
             for child_field, child, at in _children(statement):
@@ -160,8 +162,8 @@ class _Walk:
                         yield self._mutant(name, edit, statement, function)
         for block in ("body", "orelse", "finalbody"):
             inner_body = getattr(statement, block, None) or []
-            for at, inner in enumerate(list(inner_body)):
-                yield from self._statement(inner, inner_body, at, function, name)
+            for number, inner in enumerate(list(inner_body)):
+                yield from self._statement(inner, inner_body, number, function, name)
         for handler in getattr(statement, "handlers", ()):
             if not (len(handler.body) == 1 and isinstance(handler.body[0], ast.Raise)):
                 again = [ast.copy_location(ast.Raise(), handler.body[0])]
@@ -170,8 +172,8 @@ class _Walk:
             if isinstance(handler.type, ast.Tuple):
                 for edit in _without_each(handler.type, "elts"):
                     yield self._mutant(name, edit, handler, function)
-            for at, inner in enumerate(list(handler.body)):
-                yield from self._statement(inner, handler.body, at, function, name)
+            for number, inner in enumerate(list(handler.body)):
+                yield from self._statement(inner, handler.body, number, function, name)
 
     # ------------------------------------------------------------ expressions
 
@@ -184,8 +186,8 @@ class _Walk:
         ):
             return
         if isinstance(node, ast.Call) and _name(node.func) in _FOR_TYPES:
-            for at, argument in enumerate(node.args[1:], 1):
-                yield from self._edits(argument, node, "args", at)
+            for number, argument in enumerate(node.args[1:], 1):
+                yield from self._edits(argument, node, "args", number)
             return
         is_test = field in ("test", "ifs")
         for new in _other(node, parent, is_test):
@@ -198,8 +200,8 @@ class _Walk:
                 yield from self._edits(child.value, child, "value", None)
             elif isinstance(child, ast.comprehension):
                 yield from self._edits(child.iter, child, "iter", None)
-                for number, test in enumerate(child.ifs):
-                    yield from self._edits(test, child, "ifs", number)
+                for place, test in enumerate(child.ifs):
+                    yield from self._edits(test, child, "ifs", place)
 
     # ------------------------------------------------------------ what is said of a change
 
@@ -324,7 +326,8 @@ def _other(node: ast.expr, parent: ast.AST, is_test: bool) -> Iterator[ast.expr]
         if isinstance(node.op, (ast.BitOr, ast.BitAnd, ast.Sub)):
             yield node.left
     elif isinstance(node, ast.Constant):
-        yield from map(ast.Constant, _other_values(node.value))
+        for value in _other_values(node.value):
+            yield ast.Constant(value)  # type: ignore[arg-type, unused-ignore]
     elif isinstance(node, ast.Dict) and node.keys:
         yield ast.Dict([], [])
     elif isinstance(node, ast.List) and node.elts and isinstance(node.ctx, ast.Load):

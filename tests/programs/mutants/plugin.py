@@ -94,8 +94,8 @@ class _Run:
         gc.collect()
         gc.freeze()  # forks share what nobody writes to
         tasks = self._tasks()
-        for task, answer in Children(self._try, self.workers).run(tasks):
-            yield self._row(*task, answer)
+        for (source, number, tests), answer in Children(self._try, self.workers).run(tasks):
+            yield self._row(source, number, tests, answer)
         for source, number in self._untried:
             yield self._row(source, number, [], "import" if source.ran_on_import(
                 source.mutants[number]) else "not covered")  # fmt: skip

@@ -59,7 +59,7 @@ class Source:
 
     def find_functions(self, all_functions: Sequence[FunctionType]) -> None:
         """Note the functions of this module that are alive."""
-        keys = {}
+        keys: dict[CodeType, Key] = {}
         for function in all_functions:
             code = function.__code__
             if code.co_filename == str(self.path):
@@ -96,7 +96,7 @@ class Source:
         place = mutant.within.name, _first_line(mutant.within)
         for (name, line, _), code in self._codes.items():
             if (name, line) == place and code.co_freevars:
-                names = [ast.Name(one, ast.Load()) for one in code.co_freevars]
+                names: list[ast.expr] = [ast.Name(one, ast.Load()) for one in code.co_freevars]
                 never = ast.If(ast.Constant(0), [ast.Expr(ast.Tuple(names, ast.Load()))], [])
                 # Last, where nothing runs: no line and no docstring is another one for it.
                 body = mutant.within.body

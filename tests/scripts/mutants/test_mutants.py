@@ -10,8 +10,8 @@ from textwrap import dedent
 import pytest
 
 from scripts.mutants import run
-from scripts.mutants.run import CORE, TOOLS, overlay_modules, that_test
-from scripts.mutants.verdict import SHARE, Equivalent, Row, Verdict, judge, read_equivalents
+from scripts.mutants.run import CORE, TOOLS, Row, overlay_modules, that_test
+from scripts.mutants.verdict import SHARE, Equivalent, Verdict, judge, read_equivalents
 from scripts.patchset.series import load_series
 from scripts.project import ROOT
 from scripts.system.errors import CheckFailedError, RegistryError, UsageError
@@ -107,7 +107,15 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tried(folder: Path) -> list[Row]:
-    command = [Path(sys.executable), "-m", "pytest", "-p", "no:cacheprovider", "--rootdir", folder]
+    command: list[str | Path] = [
+        Path(sys.executable),
+        "-m",
+        "pytest",
+        "-p",
+        "no:cacheprovider",
+        "--rootdir",
+        folder,
+    ]
     return run.rows_of(
         command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2
     )
@@ -247,7 +255,7 @@ def row(change: str, verdict: str) -> Row:
 
 
 def said(survived: int, *named: str, of: int = 100) -> Verdict:
-    rows = [{"tests": 1, "seconds": 1, "failing": []}]
+    rows: list[Row] = [{"tests": 1, "seconds": 1, "failing": []}]
     rows += [row(f"s{n}", "survived") for n in range(survived)]
     rows += [row(f"k{n}", "killed") for n in range(of - survived)]
     return judge("1.0", rows, [Equivalent("m", "f", change, "why") for change in named])

@@ -237,6 +237,16 @@ class TestPairs:
         assert got == ([[], [8]], [[1, 2], [7]])
         assert kept == [[1, 2], [7]]
 
+    def test_what_another_rank_of_p_is_read_for_stays_in_the_metadata(self) -> None:
+        """A read names the blocks of its own groups only."""
+        worker = make_worker(groups=GROUPS)
+        remote = SimpleNamespace(block_ids=[[1, 2], [5, 6]])
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(0, 0), remote=remote)
+        worker._recving_metadata["r"] = meta
+        got = pairing.pair_smaller_blocks(worker, "r", [[], [4]], [[], [5, 6]], 2)
+        assert got == ([[], [8, 9]], [[], [5, 6]])
+        assert remote.block_ids == [[1, 2], [5, 6]]
+
     @pytest.mark.parametrize(("theirs", "asked"), [([1, 2], 2), ([1, 2, 3], 3), ([], 1)])
     def test_more_than_the_prompt_has(self, theirs: list[int], asked: int) -> None:
         ours = [list(range(asked))]

@@ -6,7 +6,6 @@ How a scheduler that pulls plays them is in test_scheduler.py; here are its furt
 from __future__ import annotations
 
 import functools
-import importlib
 import itertools
 import logging
 from types import SimpleNamespace
@@ -23,6 +22,10 @@ from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 
 push_scheduler = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"
+)
+
+stock_pull = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler", reason="from 0.24.0 on"
 )
 
 pull_scheduler = pytest.importorskip(
@@ -111,7 +114,19 @@ def test_when_blocks_expire_and_no_time(expiry: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "rank", [(0, 1), (1, 0), (-1, 0), (None, 0), ("0", 0), ([], {}), (0, 0.0), (0, 2**70)]
+    "rank",
+    [
+        (0, 1),
+        (1, 0),
+        (-1, 0),
+        (None, 0),
+        ("0", 0),
+        ([], 0),
+        (0, []),
+        ([], {}),
+        (0, 0.0),
+        (0, 2**70),
+    ],
 )
 def test_the_listener_answers_whatever_rank_is_asked_for(
     rank: tuple[object, object], caplog: pytest.LogCaptureFixture
@@ -136,19 +151,18 @@ def tokens_read(
     groups: tuple[Any, ...] = ("full",),
     ranks: dict[str, int] | None = None,
     tokens: int = PROMPT,
+    embedded: bool = False,
     **params: object,
 ) -> int:
     """How many tokens a scheduler that pulls promises to read, given so many blocks a group.
 
-    `ranks` are set in the parallel configuration, `params` put into good parameters.
+    `embedded` is a prompt without tokens, `ranks` are set in the parallel configuration, `params`
+    put into good parameters.
     """
-    module = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
-    )
     config = make_vllm_config(
         hybrid=len(groups) > 1, extra_config={"bidirectional_kv_xfer": "do_remote_decode" in params}
     )
-    side = module.NixlPullConnectorScheduler(config, "D", make_kv_cache_config(groups))
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", make_kv_cache_config(groups))
     for name, count in (ranks or {}).items():
         setattr(config.parallel_config, name, count)
     if "do_remote_decode" in params:
@@ -156,6 +170,8 @@ def tokens_read(
     request = Request(next(_names), list(range(tokens)), SamplingParams(max_tokens=1), None)
     ids = [list(range(1, count + 1)) for count in blocks]
     request.kv_transfer_params = {**GOOD, "remote_block_ids": ids, **params}
+    if embedded:
+        request.prompt_token_ids = None
     count, _ = side.get_num_new_matched_tokens(request, 0)
     return int(count)
 
@@ -201,6 +217,12 @@ def test_a_group_with_a_window_needs_no_more_than_its_window(blocks: int, reads:
     assert bool(tokens_read([5, blocks], groups=("full", "sliding"), tokens=80)) == reads
 
 
+@pytest.mark.parametrize(("blocks", "reads"), [(5, True), (4, False)])
+def test_a_window_is_cut_by_the_manager_for_hybrids_only(blocks: int, reads: bool) -> None:
+    """Without it a prefill server hands out the blocks of the whole prompt."""
+    assert bool(tokens_read([blocks], groups=("sliding",), tokens=80)) == reads
+
+
 def test_states_are_not_counted_in_tokens() -> None:
     assert tokens_read([1, 1], groups=("full", "mamba")) > 0
 
@@ -215,12 +237,59 @@ def test_a_prefill_reads_as_much_as_it_is_offered(blocks: int, offered: int, rea
     assert tokens_read([blocks], **prefill) == read
 
 
+@pytest.mark.parametrize("offered", [None, 0])
+def test_a_prefill_that_is_offered_no_tokens_reads_none(
+    offered: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is wrong with that."""
+    said: list[object] = []
+    monkeypatch.setattr(pull_scheduler.shared.logger, "warning", lambda *words: said.append(words))
+    prefill = {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": offered}
+    assert tokens_read([0], **prefill) == 0
+    assert said == []
+
+
+def test_a_prompt_of_embeddings_is_upstream_s_to_judge() -> None:
+    assert tokens_read([0], embedded=True) == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": True}, {"do_remote_prefill": False}])
+def test_who_asks_for_no_blocks_needs_to_name_none(params: dict[str, Any]) -> None:
+    config = make_vllm_config(connector="NixlPullConnector")
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", make_kv_cache_config())
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = dict(params)
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert request.kv_transfer_params == params
+
+
+def test_parameters_are_looked_at_once() -> None:
+    side = scheduler()
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    assert request.kv_transfer_params is None
+    side.get_num_new_matched_tokens(request, 0)
+    assert request.kv_transfer_params is None
+    request.kv_transfer_params = dict(GOOD)
+    side.get_num_new_matched_tokens(request, 0)
+    checked = request.kv_transfer_params
+    assert checked == GOOD
+    side.get_num_new_matched_tokens(request, 0)
+    assert request.kv_transfer_params is checked
+
+
+def test_a_scheduler_that_no_constructor_made_believes_what_it_is_given() -> None:
+    """As some of vLLM's own tests make it."""
+    side = object.__new__(type(scheduler()))
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = {"do_remote_prefill": False, "remote_block_ids": "no list"}
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert request.kv_transfer_params["remote_block_ids"] == "no list"
+    assert request.kv_transfer_params.use is pull_scheduler.shared.Use.READ
+
+
 def test_the_tokens_that_d_computes_itself_need_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """33 tokens, of which the last is left to D: two blocks do."""
-    module = importlib.import_module(
-        "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler"
-    )
-    side: Any = module.NixlPullConnectorScheduler
+    side: Any = stock_pull.NixlPullConnectorScheduler
     monkeypatch.setattr(side, "_get_remote_prefill_token_count", lambda self, count: count - 1)
     assert tokens_read([2], tokens=33) == 32
     assert tokens_read([2], tokens=34) == 0
@@ -252,10 +321,16 @@ def test_a_pull_counts_the_groups() -> None:
     assert problem is not None and problem.field == "remote_block_ids"
 
 
-@pytest.mark.parametrize("params", [None, {}, [], {"do_remote_prefill": False}])
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}])
 def test_nothing_is_wrong_with_parameters_that_ask_for_nothing(params: object) -> None:
-    problems = pull_scheduler.find_pull_problem(params), pull_scheduler.find_push_problem(params)
-    assert [one for one in problems if one is not None and isinstance(params, dict)] == []
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        assert find(params) is None
+
+
+@pytest.mark.parametrize("params", [[], {"do_remote_decode": "yes"}])
+def test_what_is_no_role_is_wrong_also_without_blocks(params: object) -> None:
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        assert find(params) is not None
 
 
 def test_a_push_needs_the_size_of_its_peer() -> None:

@@ -10,16 +10,18 @@ import pytest
 from tests.support.nixl_release import NixlConnectorWorker
 from tests.support.nixl_worker import (
     agent_name,
+    await_handshakes,
     connect,
     lives,
     make_worker,
     nixl_of,
     raising,
     receive,
+    script_handshake,
     step,
 )
 
-pytest.importorskip(
+pull_worker = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker",
     reason="from 0.30.0 on; up to 0.29.0 see test_receive.py",
 )
@@ -199,7 +201,8 @@ def test_an_id_that_is_no_text_ends_nothing() -> None:
     assert ended(worker) == {"req-d"}
 
 
-def test_a_rank_whose_word_waits_for_all_its_reads_has_not_been_told() -> None:
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_whose_word_waits_for_all_its_reads_has_not_been_told(failing: int) -> None:
     """Mixed memory: a rank is read in two parts and told when all have arrived, or not at all."""
     worker: Any = make_worker(num_blocks=16)
     connect(worker, "P", tp_size=2)
@@ -214,11 +217,19 @@ def test_a_rank_whose_word_waits_for_all_its_reads_has_not_been_told() -> None:
     lives(receive, worker, tp_size=2)
     nixl = nixl_of(worker)
     assert len(nixl.reads) == 4
-    bad, *good = nixl.reads
-    nixl.fail(bad)
-    nixl.finish(*good)
+    nixl.fail(*nixl.reads[:failing])
+    nixl.finish(*nixl.reads[failing:])
     assert ended(worker) == {"req-d"}
     assert heard(worker) == ONCE
+
+
+def test_who_never_shook_hands_is_told_nothing() -> None:
+    worker: Any = make_worker()
+    script_handshake(worker, raising(RuntimeError("nobody listens")))
+    lives(receive, worker)
+    await_handshakes(worker)
+    assert ended(worker) == {"req-d"}
+    assert not nixl_of(worker).heard
 
 
 def test_what_fails_without_a_connection_is_upstream_s_to_judge(
@@ -232,3 +243,33 @@ def test_what_fails_without_a_connection_is_upstream_s_to_judge(
         receive(worker)
     assert raised.value is error
     assert not worker._recv_failures
+
+
+class TestFailsItsRequest:
+    """40364 by itself; with K01 around it, that would catch the same."""
+
+    @pytest.fixture
+    def worker(self) -> Any:  # noqa: ANN401
+        worker = make_worker()
+        connect(worker)
+        lives(receive, worker)
+        return worker
+
+    def test_what_is_raised_fails_the_request_and_ends_its_reads(self, worker: Any) -> None:  # noqa: ANN401
+        read = pull_worker.fails_its_request(raising(ValueError("5 blocks for 3")))
+        assert read(worker, request_id="req-d") is False
+        nixl_of(worker).finish(*nixl_of(worker).reads)
+        assert ended(worker) == {"req-d"}
+        assert worker.get_block_ids_with_load_errors() == {1, 2}
+
+    @pytest.mark.parametrize("posted", [True, False])
+    def test_a_read_that_raises_nothing_says_itself_what_became_of_it(
+        self,
+        worker: Any,  # noqa: ANN401
+        posted: bool,
+    ) -> None:
+        read = pull_worker.fails_its_request(lambda self, **arguments: posted)
+        assert read(worker, request_id="req-d") is posted
+        nixl_of(worker).finish(*nixl_of(worker).reads)
+        assert ended(worker) == {"req-d"}
+        assert not worker.get_block_ids_with_load_errors()
