@@ -71,7 +71,7 @@ def _table(release: str, verdict: Verdict) -> Table:
     every = {**verdict.counts, "all": verdict.total}
     for module, count in every.items():
         numbers = [getattr(count, name.replace(" ", "_")) for name in names]
-        table.add_row(escape(module), *map(str, numbers))
+        table.add_row(escape("/".join(module.split(".")[-2:])), *map(str, numbers))
     return table
 
 

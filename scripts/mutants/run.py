@@ -46,6 +46,7 @@ Row = Mapping[str, Any]
 """What is written of a mutant; tests/programs/mutants/plugin.py says what it holds."""
 
 _PLUGIN = "tests.programs.mutants.plugin"
+_FIRST = 3  # python -m pytest: it has to see the other plugins import what it mutates
 _LIMIT = 6 * 3600.0  # seconds for a release
 
 
@@ -155,7 +156,7 @@ def rows_of(
             "OMP_NUM_THREADS": "1",  # a fork has none of the threads that wait for work
         }
         result = run(
-            [*command, "-q", "-s", "-p", _PLUGIN, *tests],
+            [*command[:_FIRST], "-p", _PLUGIN, *command[_FIRST:], "-q", "-s", *tests],
             cwd=cwd,
             env={**variables, **own},
             timeout=_LIMIT,

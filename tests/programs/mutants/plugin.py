@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -41,6 +41,40 @@ from tests.programs.mutants.swap import Source, living_functions
 _PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _LEARNING = 900.0  # seconds that a test may take while lines are traced
 _TIMES = 10.0
+
+
+class _Lines:
+    """Notes which lines of some files are executed."""
+
+    def __init__(self, files: Iterable[str]) -> None:
+        self.files = frozenset(files)
+        self.seen: set[tuple[str, int]] = set()
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401
+        if frame.f_code.co_filename not in self.files:
+            return None
+        self.seen.add((frame.f_code.co_filename, frame.f_lineno))
+        return self
+
+    def start(self) -> None:
+        threading.settrace(self)
+        sys.settrace(self)
+
+    def stop(self) -> set[tuple[str, int]]:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type, unused-ignore]
+        seen, self.seen = self.seen, set()
+        return seen
+
+
+def _settings() -> dict[str, Any]:
+    said: dict[str, Any] = json.loads(Path(os.environ["KVFIX_MUTANTS"]).read_text(encoding="utf-8"))
+    return said
+
+
+# From here on: plugins that come after this one import what is to be mutated.
+_lines = _Lines(_settings()["modules"].values())
+_lines.start()
 
 
 def pytest_configure() -> None:
@@ -59,7 +93,7 @@ def pytest_configure() -> None:
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     """Run mutants rather than tests."""
-    settings = json.loads(Path(os.environ["KVFIX_MUTANTS"]).read_text(encoding="utf-8"))
+    settings = _settings()
     if session.testsfailed or not session.items:
         raise pytest.UsageError("tests could not be collected, or there are none")
     with Path(settings["out"]).open("w", encoding="utf-8", buffering=1) as out:
@@ -79,6 +113,7 @@ class _Run:
         self.seconds: dict[str, float] = {}
         self.reached: dict[tuple[str, int], set[str]] = {}
         self.failing: set[str] = set()
+        self.imported = _lines.stop()
         self.killers: dict[tuple[str, str], list[str]] = {}
 
     def rows(self) -> Iterator[dict[str, Any]]:
@@ -97,8 +132,11 @@ class _Run:
         for (source, number, tests), answer in Children(self._try, self.workers).run(tasks):
             yield self._row(source, number, tests, answer)
         for source, number in self._untried:
-            yield self._row(source, number, [], "import" if source.ran_on_import(
-                source.mutants[number]) else "not covered")  # fmt: skip
+            mutant = source.mutants[number]
+            lines = range(mutant.first, mutant.last + 1)
+            on_import = any((str(source.path), line) in self.imported for line in lines)
+            verdict = "import" if on_import and mutant.within else "not covered"
+            yield self._row(source, number, [], verdict)
 
     # ------------------------------------------------------------ once, without a mutant
 
@@ -127,26 +165,15 @@ class _Run:
 
     def _learn_share(self, names: Sequence[str], say: Say) -> dict[str, Any]:
         before = set(sys.modules)
-        files = {str(source.path) for source in self.sources.values()}
-        reached: set[tuple[str, int, str]] = set()
-        current = ""
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:  # noqa: ANN401
-            if frame.f_code.co_filename not in files:
-                return None
-            reached.add((frame.f_code.co_filename, frame.f_lineno, current))
-            return trace
-
+        reached: list[tuple[str, int, str]] = []
         failing, seconds = [], {}
         for name, following in _pairs(names):
-            current = name
             say(_LEARNING)
-            threading.settrace(trace)
-            sys.settrace(trace)
+            _lines.start()
             start = time.monotonic()
             failed = self._fails(name, following)
             seconds[name] = time.monotonic() - start
-            sys.settrace(None)
+            reached += [(file, line, name) for file, line in sorted(_lines.stop())]
             if failed:
                 failing.append(name)
         loaded = [
@@ -155,7 +182,7 @@ class _Run:
             if name.partition(".")[0] in ("vllm", "vllm_overlay", "scripts")
         ]
         return {
-            "reached": sorted(reached), "seconds": seconds, "failing": failing, "loaded": loaded,
+            "reached": reached, "seconds": seconds, "failing": failing, "loaded": loaded,
         }  # fmt: skip
 
     # ------------------------------------------------------------ a mutant

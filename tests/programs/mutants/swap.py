@@ -46,17 +46,6 @@ class Source:
         tree = ast.fix_missing_locations(self.tree)
         return compile(tree, str(self.path), "exec", dont_inherit=True)
 
-    def ran_on_import(self, mutant: Mutant) -> bool:
-        """Whether its function has made others before any test: a decorator, as a rule."""
-        if mutant.within is None:
-            return False
-        inner = {
-            (node.name, _first_line(node))
-            for node in ast.walk(mutant.within)
-            if node is not mutant.within and isinstance(node, _FUNCTIONS)
-        }
-        return any(key[:2] in inner for key in self._functions)
-
     def find_functions(self, all_functions: Sequence[FunctionType]) -> None:
         """Note the functions of this module that are alive."""
         keys: dict[CodeType, Key] = {}

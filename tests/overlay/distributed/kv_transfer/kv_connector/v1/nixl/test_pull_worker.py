@@ -273,3 +273,13 @@ class TestFailsItsRequest:
         nixl_of(worker).finish(*nixl_of(worker).reads)
         assert ended(worker) == {"req-d"}
         assert not worker.get_block_ids_with_load_errors()
+
+
+def test_a_receive_that_only_tells_p_is_no_failure() -> None:
+    worker: Any = make_worker()
+    connect(worker)
+    lives(receive, worker, local_blocks=[])
+    assert heard(worker) == {agent_name("P", 0): 1}
+    assert ended(worker) == set()
+    assert not worker._reads, "remembered for ever"
+    assert sum(map(len, worker.xfer_stats.data.values())) == 0
