@@ -117,6 +117,13 @@ class TestReading:
         text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
         self.refused(tmp_path, text * 2, "belong to no hunk")
 
+    def test_refuses_a_file_without_a_hunk_beside_one_that_has_some(self, tmp_path: Path) -> None:
+        """Its header has all its lines, so counting them does not find it."""
+        text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
+        start = text.index("diff --git")
+        header = text[start : text.index("@@")].replace(PATH, "vllm/z.py")
+        self.refused(tmp_path, text + header, "belong to no hunk")
+
     @staticmethod
     def refused(tmp_path: Path, text: str, why: str) -> None:
         write(tmp_path, {NAME: text.encode("latin-1" if "\xff" in text else "utf-8")})
