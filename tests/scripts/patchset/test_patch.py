@@ -259,6 +259,14 @@ class TestTwins:
         error = refusal(patch, "one more\n" * 16 + self.TEXT)
         assert "hunk 2: its text stands at line 26, 42" in error.found
 
+    def test_do_not_matter_at_the_end_also_where_one_is_at_the_stated_line(
+        self, tmp_path: Path
+    ) -> None:
+        before = numbered(count=20) + self.BLOCK
+        patch = made(tmp_path, before, before.replace("twin 6", "changed"))
+        longer = before + self.BLOCK
+        assert applied(patch, longer) == before + self.BLOCK.replace("twin 6", "changed")
+
     def test_do_not_matter_at_the_top_and_at_the_end(self, tmp_path: Path) -> None:
         text = "a\nb\nc\nd\n" * 3
         patch = made(tmp_path, text, "x\n" + text + "y\n")
