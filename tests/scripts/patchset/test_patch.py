@@ -259,6 +259,33 @@ class TestTwins:
         error = refusal(patch, "one more\n" * 16 + self.TEXT)
         assert "hunk 2: its text stands at line 26, 42" in error.found
 
+    @pytest.mark.parametrize(("more", "told_apart"), [(7, True), (8, False), (9, False)])
+    def test_are_told_apart_while_the_other_is_further_away(
+        self, tmp_path: Path, more: int, told_apart: bool
+    ) -> None:
+        """They are 16 lines apart: after 8 more both are 8 from the stated line."""
+        after = self.changed(self.TEXT, self.SECOND).replace("line 5\n", "five\n")
+        patch = made(tmp_path, self.TEXT, after)
+        if told_apart:
+            assert applied(patch, "more\n" * more + self.TEXT) == "more\n" * more + after
+        else:
+            assert "hunk 2" in refusal(patch, "more\n" * more + self.TEXT).found
+
+    @pytest.mark.parametrize(("line", "told_apart"), [(5, True), (15, False)])
+    def test_may_follow_the_hunk_before_and_not_precede_it(
+        self, tmp_path: Path, line: int, told_apart: bool
+    ) -> None:
+        """The first twin stands right below the hunk that changes line 5."""
+        text = numbered((9, self.BLOCK), (40, self.BLOCK))
+        after = text.replace(f"line {line}\n", "other\n")
+        cut = after.rindex("twin 3\n")
+        after = after[:cut] + "changed\n" + after[cut + len("twin 3\n") :]
+        patch = made(tmp_path, text, after)
+        if told_apart:
+            assert applied(patch, "more\n" + text) == "more\n" + after
+        else:
+            assert "hunk 2" in refusal(patch, "more\n" + text).found
+
     def test_do_not_matter_at_the_end_also_where_one_is_at_the_stated_line(
         self, tmp_path: Path
     ) -> None:
