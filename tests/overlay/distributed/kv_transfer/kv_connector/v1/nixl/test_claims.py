@@ -222,3 +222,18 @@ def test_the_ledger_is_bounded() -> None:
     for number in range(module.MAX_CLAIMS + 10):
         claims.claim(Source("P", f"cmpl-{number}"), f"d-{number}")
     assert len(claims) == module.MAX_CLAIMS
+
+
+@pytest.mark.parametrize(("age", "answer"), [(99.5, Claim.UNRECORDED), (100, Claim.GRANTED)])
+def test_a_claim_is_kept_until_the_lease_is_over(
+    clock: list[float], age: float, answer: Claim
+) -> None:
+    claims = Claims(lease=100, capacity=1)
+    claims.claim(SOURCE, "a")
+    clock[0] += age
+    assert claims.claim(Source("P", "other"), "b") is answer
+
+
+def test_what_a_release_does_not_have_makes_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "envs", SimpleNamespace())
+    assert Nixl().claims._lease == 0
