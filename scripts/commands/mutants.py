@@ -23,7 +23,7 @@ from scripts.mutants.run import TOOLS, Row, of_release, of_tools
 from scripts.mutants.verdict import SHARE, Verdict, judge, read_equivalents
 from scripts.project import REPORTS, ROOT, supported_release
 from scripts.system.console import entry, err, out
-from scripts.system.errors import CheckFailedError
+from scripts.system.errors import CheckFailedError, UsageError
 
 
 def main() -> None:
@@ -36,17 +36,21 @@ def main() -> None:
     parser.add_argument("release", help="a release, or: tools")
     parser.add_argument("module", nargs="*", help="parts of modules' paths; without any, all")
     parser.add_argument("--tests", nargs="+", default=[], help="files or folders, not all tests")
+    parser.add_argument(
+        "--survivors", action="store_true", help="only what survived in the run before"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes at a time, 2.5 GB each")
     options = parser.parse_args()
     tools = options.release == TOOLS
     release = TOOLS if tools else supported_release(options.release)
     equivalents = read_equivalents()
+    only = _survivors(release) if options.survivors else []
     start = time.monotonic()
     if tools:
-        rows = of_tools(options.module, options.workers, options.tests)
+        rows = of_tools(options.module, options.workers, options.tests, only)
     else:
-        rows = of_release(release, options.module, options.workers, options.tests)
-    verdict = judge(release, rows, equivalents)
+        rows = of_release(release, options.module, options.workers, options.tests, only)
+    verdict = judge(release, rows, equivalents, whole=not only)
     _write(release, rows, verdict)
     out.print(_table(release, verdict))
     err.print(f"{time.monotonic() - start:.0f} s")
@@ -73,6 +77,19 @@ def _table(release: str, verdict: Verdict) -> Table:
         numbers = [getattr(count, name.replace(" ", "_")) for name in names]
         table.add_row(escape("/".join(module.split(".")[-2:])), *map(str, numbers))
     return table
+
+
+def _survivors(release: str) -> list[Row]:
+    """Return what survived, by the report of the run before."""
+    path = REPORTS / f"mutants-{release}.json"
+    if not path.is_file():
+        raise UsageError(
+            f"there is no report of an earlier run: {path.relative_to(ROOT)}",
+            expected="one whose survivors can be tried again",
+            next_step=f"nox -s mutants -- {release}",
+        )
+    survivors: list[Row] = json.loads(path.read_text(encoding="utf-8"))["survivors"]
+    return survivors
 
 
 def _write(release: str, rows: list[Row], verdict: Verdict) -> None:

@@ -51,7 +51,11 @@ _LIMIT = 6 * 3600.0  # seconds for a release
 
 
 def of_release(
-    release: str, named: Sequence[str], workers: int, tests: Sequence[str] = ()
+    release: str,
+    named: Sequence[str],
+    workers: int,
+    tests: Sequence[str] = (),
+    only: Sequence[Row] = (),
 ) -> list[Row]:
     """Try the mutants of the overlay modules that `release` uses.
 
@@ -60,6 +64,7 @@ def of_release(
         named: Parts of modules' paths; empty for all.
         workers: Processes at a time.
         tests: Files or folders in place of all that test the overlay.
+        only: Mutants to try, as an earlier run has written them; empty for all.
 
     Raises:
         UsageError: No module has such a name.
@@ -75,19 +80,22 @@ def of_release(
         chosen = [ROOT / test for test in tests or that_test(release)]
         command = pytest_command(environment.python, "-p", PLUGIN)
         variables = environment.variables(shadow)
-        return rows_of(command, files, chosen, workers, stage(), variables)
+        return rows_of(command, files, chosen, workers, stage(), variables, only=only)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def of_tools(named: Sequence[str], workers: int, tests: Sequence[str] = ()) -> list[Row]:
+def of_tools(
+    named: Sequence[str], workers: int, tests: Sequence[str] = (), only: Sequence[Row] = ()
+) -> list[Row]:
     """Try the mutants of the tools' core, or of the modules below scripts/ that are `named`."""
     every = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "scripts").rglob("*.py"))]
     modules = _named(every, named, "below scripts/") if named else list(CORE)
     parts = sorted({f"tests/{Path(name).parent.as_posix()}" for name in modules})
     files = {_module(name): ROOT / name for name in modules}
     command = pytest_command(Path(sys.executable))
-    return rows_of(command, files, [ROOT / test for test in tests or parts], workers, ROOT, {})
+    paths = [ROOT / test for test in tests or parts]
+    return rows_of(command, files, paths, workers, ROOT, {}, only=only)
 
 
 def overlay_modules(release: str, series: Series) -> list[str]:
@@ -130,6 +138,7 @@ def rows_of(
     cwd: Path,
     variables: Mapping[str, str],
     patience: float = 15.0,
+    only: Sequence[Row] = (),
 ) -> list[Row]:
     """Try the mutants of some modules.
 
@@ -141,6 +150,7 @@ def rows_of(
         cwd: A folder from which `tests.programs` can be imported.
         variables: Those of the environment.
         patience: Seconds that a test may take beyond ten times what it takes without a mutant.
+        only: Mutants to try, as an earlier run has written them; empty for all.
 
     Raises:
         CheckFailedError: The tests could not be run.
@@ -148,7 +158,13 @@ def rows_of(
     with tempfile.TemporaryDirectory() as folder:
         settings, out = Path(folder, "settings.json"), Path(folder, "rows.jsonl")
         modules = {name: str(path) for name, path in files.items()}
-        said = {"modules": modules, "workers": workers, "patience": patience, "out": str(out)}
+        said = {
+            "modules": modules,
+            "workers": workers,
+            "patience": patience,
+            "out": str(out),
+            "only": [(row["module"], row["function"], row["change"]) for row in only],
+        }
         settings.write_text(json.dumps(said), encoding="utf-8")
         own = {
             "KVFIX_MUTANTS": str(settings),

@@ -110,8 +110,10 @@ def read_equivalents(path: Path = EQUIVALENT) -> list[Equivalent]:
     return found
 
 
-def judge(release: str, rows: Iterable[Row], equivalents: Iterable[Equivalent]) -> Verdict:
-    """Say what the rows of a run come to."""
+def judge(
+    release: str, rows: Iterable[Row], equivalents: Iterable[Equivalent], *, whole: bool = True
+) -> Verdict:
+    """Say what the rows of a run come to; not `whole` is a run of some mutants only."""
     counts: dict[str, Count] = {}
     survivors: list[Row] = []
     named = {
@@ -143,7 +145,7 @@ def judge(release: str, rows: Iterable[Row], equivalents: Iterable[Equivalent]) 
                 count.equivalent += 1
             else:
                 survivors.append(row)
-    faults += _stale(named, seen, modules)
+    faults += _stale(named, seen, modules) if whole else ()
     return Verdict(counts, survivors, faults)
 
 

@@ -1,9 +1,10 @@
 """A pytest plugin: runs mutants of some modules against the tests that were collected.
 
 `KVFIX_MUTANTS` names a JSON file with `modules` (files by the name they are imported by),
-`workers`, `patience` (seconds) and `out`. Nothing is imported twice: the tests are collected once,
-run once in a fork to learn which of them executes which line, and then every mutant is a fork that
-swaps in its code and runs the tests that execute the changed lines, up to the first that fails.
+`workers`, `patience` (seconds), `out`, and in `only` the mutants to try if not all. Nothing is
+imported twice: the tests are collected once, run once in a fork to learn which of them executes
+which line, and then every mutant is a fork that swaps in its code and runs the tests that execute
+the changed lines, up to the first that fails.
 
 `out` gets a JSON object a line: what was learned, then each mutant with its verdict:
 
@@ -110,6 +111,7 @@ class _Run:
         self.sources = {
             name: Source(name, Path(file)) for name, file in settings["modules"].items()
         }
+        self.only = {tuple(each) for each in settings["only"]}
         self.seconds: dict[str, float] = {}
         self.reached: dict[tuple[str, int], set[str]] = {}
         self.failing: set[str] = set()
@@ -194,6 +196,8 @@ class _Run:
             of_module: set[str] = set()
             tried = []
             for number, mutant in enumerate(source.mutants):
+                if self.only and (source.name, mutant.function, mutant.change) not in self.only:
+                    continue
                 tests = self._reaching(source, mutant)
                 of_module |= tests
                 if tests:

@@ -106,7 +106,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tried(folder: Path) -> list[Row]:
+def tried(folder: Path, *only: Row) -> list[Row]:
     command: list[str | Path] = [
         Path(sys.executable),
         "-m",
@@ -117,7 +117,7 @@ def tried(folder: Path) -> list[Row]:
         folder,
     ]
     return run.rows_of(
-        command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2
+        command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2, only
     )
 
 
@@ -146,6 +146,17 @@ def test_each_verdict(toy: Path) -> None:
     assert found["doubled", "return wrapper -> return None"] == "import"
     word = "return super().word() + cast('str', '!')"
     assert found["Derived.word", f"{word} -> return None"] == "killed"
+
+
+def test_only_some_are_tried_again(toy: Path) -> None:
+    one = {"module": "toy", "function": "same", "change": "return number -> return None"}
+
+    rows = tried(toy, one)
+
+    assert list(verdicts(rows).items()) == [((one["function"], one["change"]), "killed")]
+    named = [Equivalent("toy", "is_small", "x -> y", "why")]
+    assert judge("1.0", rows, named, whole=False).faults == []
+    assert judge("1.0", rows, named).faults != []
 
 
 def test_a_test_that_fails_without_a_mutant_is_a_fault_and_kills_nothing(toy: Path) -> None:
