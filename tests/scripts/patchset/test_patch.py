@@ -209,7 +209,18 @@ class TestRefusal:
     @pytest.mark.parametrize("text", ["", "nothing of it\n"])
     def test_of_another_file_altogether(self, tmp_path: Path, text: str) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
-        assert "its text is not there" in refusal(patch, text).found
+        assert refusal(patch, text).found.endswith("its text is not there")
+
+    def test_of_context_that_is_cut_off_shows_what_is_missing(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
+        error = refusal(patch, numbered(count=9))
+        assert "nearest is line 5, where 5 of 7 lines agree" in error.found
+        assert error.found.endswith("but not\n  wanted: 'line 10\\n'\n  found:  ''")
+
+    def test_of_context_further_down_names_the_place(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((20, "twenty\n")))
+        found = refusal(patch, numbered((21, "x\n"))).found
+        assert "nearest is line 17, where 6 of 7 lines agree" in found
 
     def test_when_one_hunk_of_several_has_no_place(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n"), (20, "twenty\n")))
