@@ -31,7 +31,7 @@ _ARITHMETIC = {
     ast.BitXor: ast.BitOr, ast.LShift: ast.RShift, ast.RShift: ast.LShift,
 }  # fmt: skip
 _OTHER = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_LOGS = frozenset({"logger", "log", "logging", "warnings", "err", "_log_failure"})
+_LOGS = frozenset({"logger", "log", "logging", "warnings", "err", "_log", "_log_failure"})
 _FOR_TYPES = frozenset({"cast", "TypeVar", "NewType", "init_logger", "getLogger"})
 _FIXED_ORDER = frozenset(
     {"min", "max", "getattr", "setattr", "isinstance", "issubclass", "hasattr", "zip"}

@@ -279,7 +279,7 @@ def test_parameters_are_looked_at_once() -> None:
 
 def test_a_scheduler_that_no_constructor_made_believes_what_it_is_given() -> None:
     """As some of vLLM's own tests make it."""
-    side = object.__new__(type(scheduler()))
+    side = object.__new__(stock_pull.NixlPullConnectorScheduler)
     request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = {"do_remote_prefill": False, "remote_block_ids": "no list"}
     assert side.get_num_new_matched_tokens(request, 0) == (0, False)
