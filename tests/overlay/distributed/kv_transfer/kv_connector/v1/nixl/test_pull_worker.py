@@ -283,3 +283,16 @@ def test_a_receive_that_only_tells_p_is_no_failure() -> None:
     assert ended(worker) == set()
     assert not worker._reads, "remembered for ever"
     assert sum(map(len, worker.xfer_stats.data.values())) == 0
+
+
+def test_what_fails_between_two_ranks_is_no_receive_that_went_well() -> None:
+    """Its blocks hold half of the prompt's KV; the rank that is not read from waits for a word."""
+    worker: Any = make_worker(num_blocks=16)
+    connect(worker, "P", tp_size=2)
+    del worker.dst_xfer_side_handles["P"][1]  # as after a handshake that ended half way
+    lives(receive, worker, tp_size=2)
+    nixl = nixl_of(worker)
+    nixl.finish(*nixl.in_flight())
+    assert ended(worker) == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert heard(worker) == ONCE
