@@ -82,7 +82,7 @@ class TestRefusals:
         pairing.refuse_other_size(worker, other)
 
 
-GROUPS = ("full", "sliding")
+GROUPS: Any = ("full", "sliding")
 
 
 def peer_of(worker: Any, **changes: int) -> Any:  # noqa: ANN401
@@ -175,7 +175,7 @@ def paired(
     hits: tuple[int, ...] | None = None,
     groups: tuple[Any, ...] = ("full",),
     ratio: int = 2,
-    **sizes: int,
+    **sizes: Any,  # noqa: ANN401 - handed on
 ) -> tuple[Any, Any]:
     """What is read into what, and what the request's metadata then names of the peer."""
     worker = make_worker(groups=groups, **sizes)

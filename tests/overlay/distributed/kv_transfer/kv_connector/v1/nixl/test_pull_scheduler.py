@@ -233,7 +233,11 @@ def test_states_are_not_counted_in_tokens() -> None:
 )
 def test_a_prefill_reads_as_much_as_it_is_offered(blocks: int, offered: int, read: int) -> None:
     """From a decode server, which says how many tokens its blocks hold."""
-    prefill = {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": offered}
+    prefill: dict[str, Any] = {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_num_tokens": offered,
+    }
     assert tokens_read([blocks], **prefill) == read
 
 
@@ -244,7 +248,11 @@ def test_a_prefill_that_is_offered_no_tokens_reads_none(
     """And nothing is wrong with that."""
     said: list[object] = []
     monkeypatch.setattr(pull_scheduler.shared.logger, "warning", lambda *words: said.append(words))
-    prefill = {"do_remote_prefill": False, "do_remote_decode": True, "remote_num_tokens": offered}
+    prefill: dict[str, Any] = {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_num_tokens": offered,
+    }
     assert tokens_read([0], **prefill) == 0
     assert said == []
 

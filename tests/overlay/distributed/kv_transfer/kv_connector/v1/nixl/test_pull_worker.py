@@ -225,7 +225,8 @@ def test_a_rank_whose_word_waits_for_all_its_reads_has_not_been_told(failing: in
 
 def test_who_never_shook_hands_is_told_nothing() -> None:
     worker: Any = make_worker()
-    script_handshake(worker, raising(RuntimeError("nobody listens")))
+    refuses: Any = raising(RuntimeError("nobody listens"))
+    script_handshake(worker, refuses)
     lives(receive, worker)
     await_handshakes(worker)
     assert ended(worker) == {"req-d"}
