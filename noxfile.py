@@ -113,6 +113,12 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def mutants(session: nox.Session) -> None:
+    """Change the code a little, and see whether a test notices: nox -s mutants -- RELEASE."""
+    command(session, group="tests")
+
+
+@nox.session
 def status(session: nox.Session) -> None:
     """Say where each fix stands on each release: nox -s status -- [--prove [RELEASE...]]."""
     command(session)

@@ -260,7 +260,7 @@ def _find(lines: Sequence[str], hunk: Hunk, first: int, drift: int, where: str) 
         wanted, fitting = "the end of the file", [at for at in fitting if at + size == len(lines)]
     if expected in fitting or len(fitting) == 1:
         place = expected if expected in fitting else fitting[0]
-        if place == hunk.stated or hunk.start <= 1 or hunk.ends:
+        if place == hunk.stated or hunk.ends:
             return place
         # It has moved. A twin that is no further away, or above the hunk before, may be meant too.
         near = abs(place - hunk.stated)

@@ -108,8 +108,13 @@ def start_pytest(
 
 
 def _arguments(words: Sequence[str]) -> list[str]:
-    """Return pytest and its words, as they stand after `python -m`."""
+    """Return pytest and its words for our tests, as they stand after `python -m`."""
+    return pytest_arguments("-p", PLUGIN, "-p", RAISED, *words)
+
+
+def pytest_arguments(*words: str) -> list[str]:
+    """Return pytest and its words, with the repository's settings, as they stand after `python -m`."""
     return [
-        "pytest", "-p", PLUGIN, "-p", RAISED, "-p", "no:cacheprovider",
+        "pytest", "-p", "no:cacheprovider",
         "--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *words,
     ]  # fmt: skip

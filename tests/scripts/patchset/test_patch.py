@@ -139,6 +139,13 @@ class TestReading:
         text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
         self.refused(tmp_path, text * 2, "belong to no hunk")
 
+    def test_refuses_a_file_without_a_hunk_beside_one_that_has_some(self, tmp_path: Path) -> None:
+        """Its header has all its lines, so counting them does not find it."""
+        text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
+        start = text.index("diff --git")
+        header = text[start : text.index("@@")].replace(PATH, "vllm/z.py")
+        self.refused(tmp_path, text + header, "belong to no hunk")
+
     @staticmethod
     def refused(tmp_path: Path, text: str, why: str) -> None:
         write(tmp_path, {NAME: text.encode("latin-1" if "\xff" in text else "utf-8")})
@@ -224,7 +231,18 @@ class TestRefusal:
     @pytest.mark.parametrize("text", ["", "nothing of it\n"])
     def test_of_another_file_altogether(self, tmp_path: Path, text: str) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
-        assert "its text is not there" in refusal(patch, text).found
+        assert refusal(patch, text).found.endswith("its text is not there")
+
+    def test_of_context_that_is_cut_off_shows_what_is_missing(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((8, "eight\n")))
+        error = refusal(patch, numbered(count=9))
+        assert "nearest is line 5, where 5 of 7 lines agree" in error.found
+        assert error.found.endswith("but not\n  wanted: 'line 10\\n'\n  found:  ''")
+
+    def test_of_context_further_down_names_the_place(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((20, "twenty\n")))
+        found = refusal(patch, numbered((21, "x\n"))).found
+        assert "nearest is line 17, where 6 of 7 lines agree" in found
 
     def test_when_one_hunk_of_several_has_no_place(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n"), (20, "twenty\n")))
@@ -273,6 +291,41 @@ class TestTwins:
         patch = made(tmp_path, self.TEXT, after)
         error = refusal(patch, "one more\n" * 16 + self.TEXT)
         assert "hunk 2: its text stands at line 26, 42" in error.found
+
+    @pytest.mark.parametrize(("more", "told_apart"), [(7, True), (8, False), (9, False)])
+    def test_are_told_apart_while_the_other_is_further_away(
+        self, tmp_path: Path, more: int, told_apart: bool
+    ) -> None:
+        """They are 16 lines apart: after 8 more both are 8 from the stated line."""
+        after = self.changed(self.TEXT, self.SECOND).replace("line 5\n", "five\n")
+        patch = made(tmp_path, self.TEXT, after)
+        if told_apart:
+            assert applied(patch, "more\n" * more + self.TEXT) == "more\n" * more + after
+        else:
+            assert "hunk 2" in refusal(patch, "more\n" * more + self.TEXT).found
+
+    @pytest.mark.parametrize(("line", "told_apart"), [(5, True), (15, False)])
+    def test_may_follow_the_hunk_before_and_not_precede_it(
+        self, tmp_path: Path, line: int, told_apart: bool
+    ) -> None:
+        """The first twin stands right below the hunk that changes line 5."""
+        text = numbered((9, self.BLOCK), (40, self.BLOCK))
+        after = text.replace(f"line {line}\n", "other\n")
+        cut = after.rindex("twin 3\n")
+        after = after[:cut] + "changed\n" + after[cut + len("twin 3\n") :]
+        patch = made(tmp_path, text, after)
+        if told_apart:
+            assert applied(patch, "more\n" + text) == "more\n" + after
+        else:
+            assert "hunk 2" in refusal(patch, "more\n" + text).found
+
+    def test_do_not_matter_at_the_end_also_where_one_is_at_the_stated_line(
+        self, tmp_path: Path
+    ) -> None:
+        before = numbered(count=20) + self.BLOCK
+        patch = made(tmp_path, before, before.replace("twin 6", "changed"))
+        longer = before + self.BLOCK
+        assert applied(patch, longer) == before + self.BLOCK.replace("twin 6", "changed")
 
     def test_do_not_matter_at_the_top_and_at_the_end(self, tmp_path: Path) -> None:
         text = "a\nb\nc\nd\n" * 3

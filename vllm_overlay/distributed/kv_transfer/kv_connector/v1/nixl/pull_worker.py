@@ -236,6 +236,6 @@ def tells_the_others(read: _ReadForRequest) -> _ReadForRequest:
         read(self, req_id, meta)
         if self.use_mla and len(plan.all_source_ranks) == 1 and req_id not in self._recv_failures:
             # Ranks with the same latent cache as the one that is read have been told meanwhile.
-            reads.told.update(agents.keys() - {(0, plan.all_source_ranks[0])})
+            reads.told.update(agents)
 
     return wrapper

@@ -222,3 +222,68 @@ def test_the_ledger_is_bounded() -> None:
     for number in range(module.MAX_CLAIMS + 10):
         claims.claim(Source("P", f"cmpl-{number}"), f"d-{number}")
     assert len(claims) == module.MAX_CLAIMS
+
+
+@pytest.mark.parametrize(("age", "answer"), [(99.5, Claim.UNRECORDED), (100, Claim.GRANTED)])
+def test_a_claim_is_kept_until_the_lease_is_over(
+    clock: list[float], age: float, answer: Claim
+) -> None:
+    claims = Claims(lease=100, capacity=1)
+    claims.claim(SOURCE, "a")
+    clock[0] += age
+    assert claims.claim(Source("P", "other"), "b") is answer
+
+
+def test_what_a_release_does_not_have_makes_no_lease(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "envs", SimpleNamespace())
+    assert Nixl().claims._lease == 0
+
+
+def test_a_request_of_a_release_without_stand_ins_is_a_reader(clock: list[float]) -> None:
+    """Where there is no room for its claim it reads, as on stock."""
+    nixl = Nixl()
+    nixl.claims = Claims(lease=10, capacity=1)
+    nixl.claims.claim(Source("P", "other"), "o")
+    reader: Any = SimpleNamespace(request_id="r", kv_transfer_params=dict(OFFER))
+    claim_offered(scheduler(nixl), reader)
+    assert reader.kv_transfer_params == OFFER
+
+
+def test_who_holds_them_may_give_them_up() -> None:
+    reader = request("r", dict(OFFER))
+    door = scheduler(Nixl(), r=reader.kv_transfer_params)
+    claim_offered(door, reader)
+    assert may_release(door, SOURCE, "r")
+
+
+@pytest.mark.parametrize(
+    ("params", "free"),
+    [
+        (None, True),
+        ({}, True),
+        ({**OFFER, "remote_engine_id": "Q"}, True),
+        ({**OFFER, "remote_request_id": "another"}, True),
+        (dict(OFFER), False),
+    ],
+)
+def test_who_else_reads_is_asked_himself_once_a_claim_may_be_missing(
+    params: dict[str, Any] | None, free: bool
+) -> None:
+    nixl = Nixl()
+    nixl.claims = Claims(lease=0, capacity=1)
+    nixl.claims.complete = False
+    assert may_release(scheduler(nixl, r=params), SOURCE, "s") is free
+
+
+def test_a_prefill_that_is_offered_nothing_keeps_the_rest() -> None:
+    door = scheduler(Nixl())
+    offer = {**OFFER, "do_remote_decode": True, "lmcache.tag": "x"}
+    first, second = request("a", dict(offer)), request("b", dict(offer))
+    claim_offered(door, first)
+    claim_offered(door, second)
+    assert first.kv_transfer_params == offer
+    assert second.kv_transfer_params == {
+        **offer,
+        "do_remote_prefill": False,
+        "remote_block_ids": None,
+    }

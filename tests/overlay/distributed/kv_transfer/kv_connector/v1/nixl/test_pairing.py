@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.kv_landing import Deployment, Engines
-from tests.support.nixl_worker import connect, make_worker, nixl_of, peer_metadata
+from tests.support.nixl_worker import connect, make_worker, nixl_of, peer_metadata, topology_of
 
 pairing = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pairing", reason="from 0.24.0 on"
@@ -79,3 +80,180 @@ class TestRefusals:
         worker._TRANSFER_MODE = "push"
         pairing.refuse_hybrid(worker, other)
         pairing.refuse_other_size(worker, other)
+
+
+GROUPS: Any = ("full", "sliding")
+
+
+def peer_of(worker: Any, **changes: int) -> Any:  # noqa: ANN401
+    """What a peer that the worker has in its books as like itself says but for `changes`."""
+    connect(worker, "Q")
+    topology = topology_of(worker)
+    info = topology.get_engine_info("Q")
+    ratio = changes.get("physical_blocks_per_logical_kv_block", 1)
+    known = dataclasses.replace(info, remote_physical_blocks_per_logical=ratio)
+    topology._engines[("Q", 0)] = known if changes else info
+    worker.dst_region_group_ids["Q"] = worker.region_group_ids
+    return peer_metadata(worker, "Q", **changes)
+
+
+class TestWhoIsRefused:
+    """By a worker that pulls, if nothing else is said; each case has one difference."""
+
+    def test_nobody_like_us(self) -> None:
+        for groups in (("full",), GROUPS, ("full", "mamba")):
+            worker = make_worker(groups=groups)
+            peer = peer_of(worker)
+            for refuse in (pairing.refuse_hybrid, pairing.refuse_other_size, pairing.refuse_pusher):
+                refuse(worker, peer)
+
+    def test_a_hybrid_of_another_ratio(self) -> None:
+        worker = make_worker(groups=("full", "mamba"), block_size=8, kernel_block_size=4)
+        peer = peer_of(worker, physical_blocks_per_logical_kv_block=4, num_blocks=64)
+        for refuse in (pairing.refuse_hybrid, pairing.refuse_pusher):
+            with pytest.raises(RuntimeError, match="while prefix caching is on"):
+                refuse(worker, peer)
+
+    def test_another_ratio_of_a_model_without_states(self) -> None:
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        peer = peer_of(worker, physical_blocks_per_logical_kv_block=4, num_blocks=64)
+        pairing.refuse_hybrid(worker, peer)
+        for refuse in (pairing.refuse_other_size, pairing.refuse_pusher):
+            with pytest.raises(RuntimeError, match="same --block-size"):
+                refuse(worker, peer)
+
+    def test_nobody_s_ratio_where_p_pairs_the_blocks(self) -> None:
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        peer = peer_of(worker, physical_blocks_per_logical_kv_block=4, num_blocks=64)
+        worker._TRANSFER_MODE = "push"
+        pairing.refuse_other_size(worker, peer)
+
+    def test_other_kernel_blocks_only_with_a_window(self) -> None:
+        for groups in (("full",), GROUPS):
+            worker = make_worker(groups=groups)
+            peer = peer_of(worker, block_size=worker.block_size // 2)
+            if groups == GROUPS:
+                with pytest.raises(RuntimeError, match="not every layer keeps the whole prompt"):
+                    pairing.refuse_other_size(worker, peer)
+            else:
+                pairing.refuse_other_size(worker, peer)
+
+    @pytest.mark.parametrize("ours", [(), (0, 0), (0, 1)])
+    @pytest.mark.parametrize("theirs", [(), (0, 0), (0, 1)])
+    def test_nobody_whose_regions_belong_to_other_groups(
+        self, ours: tuple[int, ...], theirs: tuple[int, ...]
+    ) -> None:
+        """Those are paired token by token."""
+        worker = make_worker(groups=GROUPS)
+        peer = peer_of(worker, block_size=worker.block_size // 2)
+        worker.region_group_ids = ours
+        worker.dst_region_group_ids["Q"] = theirs
+        if ours and ours != theirs:
+            pairing.refuse_other_size(worker, peer)
+        else:
+            with pytest.raises(RuntimeError):
+                pairing.refuse_other_size(worker, peer)
+
+    @pytest.mark.parametrize("theirs", [None, (0, 0), (0, 1)])
+    def test_no_pusher_whose_regions_belong_to_other_groups(
+        self, theirs: tuple[int, ...] | None
+    ) -> None:
+        worker = make_worker()
+        peer = peer_of(worker, block_size=worker.block_size // 2)
+        peer.region_group_ids = theirs
+        worker.region_group_ids = (0, 1)
+        if theirs == (0, 0):
+            pairing.refuse_pusher(worker, peer)
+        else:
+            with pytest.raises(RuntimeError, match="pushes kernel blocks"):
+                pairing.refuse_pusher(worker, peer)
+
+
+def paired(
+    ours: list[list[int]],
+    theirs: list[list[int]],
+    hits: tuple[int, ...] | None = None,
+    groups: tuple[Any, ...] = ("full",),
+    ratio: int = 2,
+    **sizes: Any,  # noqa: ANN401 - handed on
+) -> tuple[Any, Any]:
+    """What is read into what, and what the request's metadata then names of the peer."""
+    worker = make_worker(groups=groups, **sizes)
+    meta: Any = None
+    if hits is not None:
+        remote = SimpleNamespace(block_ids=[list(ids) for ids in theirs])
+        meta = SimpleNamespace(local_num_computed_blocks=hits, remote=remote)
+        worker._recving_metadata["r"] = meta
+    got = pairing.pair_smaller_blocks(worker, "r", ours, theirs, ratio)
+    return got, meta.remote.block_ids if meta else None
+
+
+class TestPairs:
+    """Our blocks are read in two parts: block b is parts 2b and 2b + 1."""
+
+    def test_the_whole_prompt(self) -> None:
+        got, kept = paired([[4, 5]], [[1, 2, 3, 6]], (0,))
+        assert got == ([[8, 9, 10, 11]], [[1, 2, 3, 6]])
+        assert kept == [[1, 2, 3, 6]]
+
+    def test_without_metadata_the_lengths_say_what_was_cached(self) -> None:
+        """Two whole blocks of ours are the prompt; the second is asked for."""
+        assert paired([[5]], [[1, 2, 3, 6]]) == (([[10, 11]], [[3, 6]]), None)
+        assert paired([[5]], [[1, 2, 3]]) == (([[10]], [[3]]), None)
+
+    def test_no_hits_said_is_as_good_as_no_metadata(self) -> None:
+        assert paired([[5]], [[1, 2, 3]], ()) == (([[10]], [[3]]), [[3]])
+
+    def test_padding_at_our_end_is_not_read(self) -> None:
+        assert paired([[4, 5]], [[1, 2, 3]]) == (([[8, 9, 10]], [[1, 2, 3]]), None)
+
+    def test_what_the_peer_has_beyond_our_blocks_is_not_read(self) -> None:
+        got, kept = paired([[4]], [[1, 2, 3, 6, 7]], (1,))
+        assert got == ([[8, 9]], [[3, 6]])
+        assert kept == [[3, 6]]
+
+    def test_a_hit_is_counted_in_logical_blocks(self) -> None:
+        """Logical blocks of two kernel blocks, each in two parts: one hit is four of theirs."""
+        theirs = [list(range(1, 9))]
+        got, _ = paired([[6, 7]], theirs, (1,), block_size=8, kernel_block_size=4)
+        assert got == ([[12, 13, 14, 15]], [[5, 6, 7, 8]])
+        got, _ = paired([[6, 7]], theirs, block_size=8, kernel_block_size=4)
+        assert got == ([[12, 13, 14, 15]], [[5, 6, 7, 8]])
+
+    def test_each_group_has_hits_of_its_own(self) -> None:
+        both = [[1, 2, 3, 4], [5, 6, 7, 8]]
+        got, kept = paired([[1, 2], [4]], both, (0, 1), ("full", "sliding"))
+        assert got == ([[2, 3, 4, 5], [8, 9]], [[1, 2, 3, 4], [7, 8]])
+        assert kept == [[1, 2, 3, 4], [7, 8]]
+
+    def test_a_state_is_whole_and_a_group_of_which_we_hold_all_is_left(self) -> None:
+        got, kept = paired([[3], [4], []], [[9], [1, 2], [5]], (0, 0, 0), ("mamba", "full", "full"))
+        assert got == ([[3], [8, 9], []], [[9], [1, 2], [5]])
+        assert kept == [[9], [1, 2], [5]]
+
+    def test_of_some_groups_nothing_is_asked_for(self) -> None:
+        """Their peer's blocks stay in the metadata, for what is cleared later."""
+        got, kept = paired([[], [4]], [[1, 2], [5, 6, 7]], (1, 1), ("full", "sliding"))
+        assert got == ([[], [8]], [[1, 2], [7]])
+        assert kept == [[1, 2], [7]]
+
+    def test_what_another_rank_of_p_is_read_for_stays_in_the_metadata(self) -> None:
+        """A read names the blocks of its own groups only."""
+        worker = make_worker(groups=GROUPS)
+        remote = SimpleNamespace(block_ids=[[1, 2], [5, 6]])
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(0, 0), remote=remote)
+        worker._recving_metadata["r"] = meta
+        got = pairing.pair_smaller_blocks(worker, "r", [[], [4]], [[], [5, 6]], 2)
+        assert got == ([[], [8, 9]], [[], [5, 6]])
+        assert remote.block_ids == [[1, 2], [5, 6]]
+
+    @pytest.mark.parametrize(("theirs", "asked"), [([1, 2], 2), ([1, 2, 3], 3), ([], 1)])
+    def test_more_than_the_prompt_has(self, theirs: list[int], asked: int) -> None:
+        ours = [list(range(asked))]
+        with pytest.raises(ValueError, match=rf"{asked} local blocks .* {len(theirs)} remote"):
+            paired(ours, [theirs])
+
+    def test_a_request_that_is_not_awaited_has_no_metadata_to_keep(self) -> None:
+        worker = make_worker()
+        worker._recving_metadata["r"] = SimpleNamespace(local_num_computed_blocks=(), remote=None)
+        assert pairing.pair_smaller_blocks(worker, "r", [[4]], [[1, 2]], 2) == ([[8, 9]], [[1, 2]])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -13,9 +14,13 @@ from tests.support.lying_params import GOOD
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_BLOCK_ID,
     MAX_TP_SIZE,
+    are_for,
+    asks_for_blocks,
     find_problem,
     find_unsendable,
+    of_transfer,
     peer_problem,
+    printable,
 )
 
 PEER = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -167,3 +172,174 @@ def test_a_name_that_cannot_stand_in_a_message(name: str) -> None:
 def test_groups(groups: int | None, wrong: bool) -> None:
     problem = find_problem({**GOOD, "remote_block_ids": [[1], [2]]}, groups=groups)
     assert (problem is not None) == wrong
+
+
+@pytest.mark.parametrize(
+    ("field", "most"),
+    [("remote_engine_id", 4096), ("remote_request_id", 4096), ("remote_host", 255)],
+)
+def test_how_long_a_text_may_be(field: str, most: int) -> None:
+    for good in (1, most):
+        assert find_problem({**GOOD, field: "x" * good}) is None
+    for bad in (0, most + 1):
+        problem = find_problem({**GOOD, field: "x" * bad})
+        assert str(problem) == (
+            f"kv_transfer_params.{field} must have 1 to {most} characters, not {bad}"
+        )
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high"),
+    [("remote_port", 1, 65535), ("tp_size", 1, 1024), ("remote_num_tokens", 0, 2**63 - 1)],
+)
+def test_from_where_to_where_a_number_goes(field: str, low: int, high: int) -> None:
+    for good in (low, high):
+        assert find_problem({**GOOD, field: good}) is None
+    for bad in (low - 1, high + 1):
+        problem = find_problem({**GOOD, field: bad})
+        assert str(problem) == f"kv_transfer_params.{field} must be from {low} to {high}"
+
+
+def test_the_numbers_of_blocks() -> None:
+    assert find_problem({**GOOD, "remote_block_ids": [[0, 2**31 - 1]]}) is None
+    for bad in (-1, 2**31):
+        problem = find_problem({**GOOD, "remote_block_ids": [[bad]]})
+        assert str(problem) == (
+            "kv_transfer_params.remote_block_ids must hold block numbers from 0 to 2147483647"
+        )
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"do_remote_prefill": "yes"}, "do_remote_prefill must be true or false, not str"),
+        ({"do_remote_decode": 0}, "do_remote_decode must be true or false, not int"),
+        ({"remote_host": None}, "remote_host is missing"),
+        ({"remote_host": 7}, "remote_host must be a string, not int"),
+        ({"remote_host": "\ud800"}, "remote_host is not valid Unicode"),
+        ({"remote_port": None}, "remote_port must be an integer, not null"),
+        ({"remote_block_ids": None}, "remote_block_ids is missing"),
+        ({"remote_block_ids": [None]},
+         "remote_block_ids must hold lists of block numbers, not null"),
+    ],
+)  # fmt: skip
+def test_what_is_said(change: dict[str, object], reason: str) -> None:
+    assert str(find_problem({**GOOD, **change})) == f"kv_transfer_params.{reason}"
+
+
+def test_what_is_said_of_other_groups() -> None:
+    assert str(find_problem(GOOD, groups=2)) == (
+        "kv_transfer_params.remote_block_ids has 1 KV-cache groups, this engine has 2"
+    )
+
+
+@pytest.mark.parametrize("flag", ["do_remote_prefill", "do_remote_decode"])
+@pytest.mark.parametrize("value", [True, False, None])
+def test_a_role_may_be_null(flag: str, value: bool | None) -> None:
+    assert find_problem({**GOOD, flag: value}) is None
+
+
+@pytest.mark.parametrize(
+    ("params", "asks"),
+    [
+        ({}, False),
+        ({"do_remote_prefill": True}, True),
+        ({"do_remote_decode": True}, False),
+        ({"do_remote_decode": True, "remote_block_ids": [[1]]}, True),
+        ({"do_remote_decode": False, "remote_block_ids": [[1]]}, False),
+        ({"remote_block_ids": [[1]]}, False),
+    ],
+)
+def test_who_asks_for_blocks(params: dict[str, object], asks: bool) -> None:
+    assert asks_for_blocks(params) is asks
+
+
+@pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"k": v}, lambda v: (v,)])
+def test_how_deep_a_field_may_be(wrap: Callable[[object], object]) -> None:
+    """What is deepest counts as a level."""
+    value: object = 1
+    for _ in range(15):
+        value = wrap(value)
+    assert find_unsendable({"other": value}) is None
+    problem = find_unsendable({"other": wrap(value)})
+    assert str(problem) == "kv_transfer_params.other must not be nested deeper than 16 levels"
+
+
+def test_what_is_said_of_what_cannot_be_sent() -> None:
+    assert str(find_unsendable({"other": [2**64]})) == (
+        "kv_transfer_params.other must not hold integers of more than 64 bits"
+    )
+    assert str(find_unsendable({"other": "\ud800"})) == (
+        "kv_transfer_params.other is not valid Unicode"
+    )
+
+
+@pytest.mark.parametrize("name", ["a", "x" * 64, "A-z_0.9"])
+def test_a_name_that_can_stand_in_a_message(name: str) -> None:
+    problem = find_unsendable({name: 2**70})
+    assert problem is not None and problem.field == name
+
+
+def test_halves_of_a_character_in_two_texts_are_none() -> None:
+    assert find_unsendable({"other": ["\ud83d", "\ude00"]}) is not None
+
+
+@pytest.mark.parametrize(
+    ("name", "is_of"),
+    [
+        ("do_remote_prefill", True),
+        ("remote_anything", True),
+        ("tp_size", True),
+        ("dcp_size", True),
+        ("pp_size", True),
+        ("transfer_mode", True),
+        ("lmcache.remote_", False),
+        ("size", False),
+        ("", False),
+    ],
+)
+def test_which_fields_a_prefill_server_hands_out(name: str, is_of: bool) -> None:
+    assert of_transfer(name) is is_of
+
+
+@pytest.mark.parametrize(
+    ("connector", "path", "ours"),
+    [
+        ("NixlConnector", None, True),
+        ("NixlPullConnector", "", True),
+        ("NixlPushConnector", None, False),
+        ("NixlConnector", "somebody.elses", False),
+        (None, None, False),
+    ],
+)
+def test_for_whom_parameters_are(connector: str | None, path: str | None, ours: bool) -> None:
+    assert bool(are_for(connector, path)) is ours
+
+
+def test_a_text_for_the_log_is_short_and_moves_no_terminal() -> None:
+    assert printable("id-1 é") == "id-1 é"
+    assert printable("a\x1b[2J\nb") == "a?[2J?b"
+    assert printable("x" * 201) == "x" * 200
+
+
+@pytest.mark.parametrize(
+    ("values", "fits"),
+    [
+        ([-(2**63), 2**64 - 1], True),
+        ([-(2**63) - 1, 0], False),
+        ([0, 2**64], False),
+        ([-(2**63) - 1, 2**64 - 1], False),
+    ],
+)
+def test_the_least_and_the_greatest_integer_in_one_list(values: list[int], fits: bool) -> None:
+    assert (find_unsendable({"other": values}) is None) is fits
+
+
+def test_a_name_that_is_no_text() -> None:
+    problem = find_unsendable({7: 2**70})
+    assert problem is not None and problem.field == ""
+
+
+def test_a_number_that_is_missing() -> None:
+    params = {k: v for k, v in GOOD.items() if k != "remote_port"}
+    assert str(find_problem(params)) == "kv_transfer_params.remote_port is missing"

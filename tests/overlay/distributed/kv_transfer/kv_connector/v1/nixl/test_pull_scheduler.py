@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,10 @@ from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 
 push_scheduler = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"
+)
+
+stock_pull = pytest.importorskip(
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler", reason="from 0.24.0 on"
 )
 
 pull_scheduler = pytest.importorskip(
@@ -109,7 +114,19 @@ def test_when_blocks_expire_and_no_time(expiry: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "rank", [(0, 1), (1, 0), (-1, 0), (None, 0), ("0", 0), ([], {}), (0, 0.0), (0, 2**70)]
+    "rank",
+    [
+        (0, 1),
+        (1, 0),
+        (-1, 0),
+        (None, 0),
+        ("0", 0),
+        ([], 0),
+        (0, []),
+        ([], {}),
+        (0, 0.0),
+        (0, 2**70),
+    ],
 )
 def test_the_listener_answers_whatever_rank_is_asked_for(
     rank: tuple[object, object], caplog: pytest.LogCaptureFixture
@@ -120,3 +137,240 @@ def test_the_listener_answers_whatever_rank_is_asked_for(
     pull_scheduler.answer_handshake(socket, b"who", {(0, 0): b"said"}, (0, 0), b"now")
     assert sent == [(b"who", b"", b"", b"now"), (b"who", b"", b"said", b"now")]
     assert len([m for m in caplog.messages if "there is none" in m]) == 1
+
+
+# ---------------------------------------------------------------- how many blocks a prompt needs
+
+PROMPT = 40
+"""Tokens: three blocks of 16, the last of them half full."""
+
+
+def tokens_read(
+    blocks: list[int],
+    *,
+    groups: tuple[Any, ...] = ("full",),
+    ranks: dict[str, int] | None = None,
+    tokens: int = PROMPT,
+    embedded: bool = False,
+    **params: object,
+) -> int:
+    """How many tokens a scheduler that pulls promises to read, given so many blocks a group.
+
+    `embedded` is a prompt without tokens, `ranks` are set in the parallel configuration, `params`
+    put into good parameters.
+    """
+    config = make_vllm_config(
+        hybrid=len(groups) > 1, extra_config={"bidirectional_kv_xfer": "do_remote_decode" in params}
+    )
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", make_kv_cache_config(groups))
+    for name, count in (ranks or {}).items():
+        setattr(config.parallel_config, name, count)
+    if "do_remote_decode" in params:
+        side.kv_recompute_threshold = 0
+    request = Request(next(_names), list(range(tokens)), SamplingParams(max_tokens=1), None)
+    ids = [list(range(1, count + 1)) for count in blocks]
+    request.kv_transfer_params = {**GOOD, "remote_block_ids": ids, **params}
+    if embedded:
+        request.prompt_token_ids = None
+    count, _ = side.get_num_new_matched_tokens(request, 0)
+    return int(count)
+
+
+@pytest.mark.parametrize(("blocks", "read"), [(2, 0), (3, PROMPT), (4, PROMPT)])
+def test_a_prompt_is_read_where_the_blocks_hold_all_of_it(blocks: int, read: int) -> None:
+    assert tokens_read([blocks]) == read
+
+
+@pytest.mark.parametrize(
+    ("ranks", "params"),
+    [
+        ({"decode_context_parallel_size": 2}, {}),
+        ({"prefill_context_parallel_size": 2}, {}),
+        ({}, {"dcp_size": 2}),
+        ({"decode_context_parallel_size": 2}, {"dcp_size": 1}),
+        ({"decode_context_parallel_size": 2}, {"dcp_size": 2}),
+    ],
+)
+def test_context_ranks_share_the_blocks_of_a_prompt(
+    ranks: dict[str, int], params: dict[str, Any]
+) -> None:
+    """Two ranks: two blocks each hold up to 64 tokens."""
+    assert tokens_read([1], ranks=ranks, **params) == 0
+    assert tokens_read([2], ranks=ranks, **params) == PROMPT
+
+
+def test_decode_and_prefill_context_ranks_multiply() -> None:
+    both = {"decode_context_parallel_size": 2, "prefill_context_parallel_size": 2}
+    assert tokens_read([1], ranks=both) == PROMPT
+    assert tokens_read([1], ranks=both, tokens=65) == 0
+
+
+@pytest.mark.parametrize(("blocks", "reads"), [(3, True), (2, False)])
+def test_a_group_of_larger_blocks_needs_fewer(blocks: int, reads: bool) -> None:
+    """80 tokens are five blocks of 16 and three of 32."""
+    assert bool(tokens_read([5, blocks], groups=("full", "wide"), tokens=80)) == reads
+
+
+@pytest.mark.parametrize(("blocks", "reads"), [(3, True), (2, False)])
+def test_a_group_with_a_window_needs_no_more_than_its_window(blocks: int, reads: bool) -> None:
+    """A window of 32 tokens lies in three blocks at the most."""
+    assert bool(tokens_read([5, blocks], groups=("full", "sliding"), tokens=80)) == reads
+
+
+@pytest.mark.parametrize(("blocks", "reads"), [(5, True), (4, False)])
+def test_a_window_is_cut_by_the_manager_for_hybrids_only(blocks: int, reads: bool) -> None:
+    """Without it a prefill server hands out the blocks of the whole prompt."""
+    assert bool(tokens_read([blocks], groups=("sliding",), tokens=80)) == reads
+
+
+def test_states_are_not_counted_in_tokens() -> None:
+    assert tokens_read([1, 1], groups=("full", "mamba")) > 0
+
+
+@pytest.mark.parametrize(
+    ("blocks", "offered", "read"),
+    [(2, 32, 32), (1, 32, 0), (1, 16, 16), (0, 0, 0), (3, 400, PROMPT), (2, 400, 0)],
+)
+def test_a_prefill_reads_as_much_as_it_is_offered(blocks: int, offered: int, read: int) -> None:
+    """From a decode server, which says how many tokens its blocks hold."""
+    prefill: dict[str, Any] = {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_num_tokens": offered,
+    }
+    assert tokens_read([blocks], **prefill) == read
+
+
+@pytest.mark.parametrize("offered", [None, 0])
+def test_a_prefill_that_is_offered_no_tokens_reads_none(
+    offered: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And nothing is wrong with that."""
+    said: list[object] = []
+    monkeypatch.setattr(pull_scheduler.shared.logger, "warning", lambda *words: said.append(words))
+    prefill: dict[str, Any] = {
+        "do_remote_prefill": False,
+        "do_remote_decode": True,
+        "remote_num_tokens": offered,
+    }
+    assert tokens_read([0], **prefill) == 0
+    assert said == []
+
+
+def test_a_prompt_of_embeddings_is_upstream_s_to_judge() -> None:
+    assert tokens_read([0], embedded=True) == 0
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": True}, {"do_remote_prefill": False}])
+def test_who_asks_for_no_blocks_needs_to_name_none(params: dict[str, Any]) -> None:
+    config = make_vllm_config(connector="NixlPullConnector")
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", make_kv_cache_config())
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = dict(params)
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert request.kv_transfer_params == params
+
+
+def test_parameters_are_looked_at_once() -> None:
+    side = scheduler()
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    assert request.kv_transfer_params is None
+    side.get_num_new_matched_tokens(request, 0)
+    assert request.kv_transfer_params is None
+    request.kv_transfer_params = dict(GOOD)
+    side.get_num_new_matched_tokens(request, 0)
+    checked = request.kv_transfer_params
+    assert checked == GOOD
+    side.get_num_new_matched_tokens(request, 0)
+    assert request.kv_transfer_params is checked
+
+
+def test_a_scheduler_that_no_constructor_made_believes_what_it_is_given() -> None:
+    """As some of vLLM's own tests make it."""
+    side = object.__new__(stock_pull.NixlPullConnectorScheduler)
+    request = Request(next(_names), list(range(PROMPT)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = {"do_remote_prefill": False, "remote_block_ids": "no list"}
+    assert side.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert request.kv_transfer_params["remote_block_ids"] == "no list"
+    assert request.kv_transfer_params.use is pull_scheduler.shared.Use.READ
+
+
+def test_the_tokens_that_d_computes_itself_need_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    """33 tokens, of which the last is left to D: two blocks do."""
+    side: Any = stock_pull.NixlPullConnectorScheduler
+    monkeypatch.setattr(side, "_get_remote_prefill_token_count", lambda self, count: count - 1)
+    assert tokens_read([2], tokens=33) == 32
+    assert tokens_read([2], tokens=34) == 0
+
+
+# ---------------------------------------------------------------- single fields
+
+
+@pytest.mark.parametrize(
+    ("field", "low", "high"),
+    [
+        ("dcp_size", 1, 1024),
+        ("pp_size", 1, 1024),
+        ("remote_registration_generation", 0, 2**63 - 1),
+    ],
+)
+def test_a_number_is_good_from_its_least_to_its_greatest(field: str, low: int, high: int) -> None:
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        for good in (low, high):
+            assert find({**GOOD, field: good}) is None
+        for bad in (low - 1, high + 1):
+            problem = find({**GOOD, field: bad})
+            assert problem is not None and problem.field == field
+
+
+def test_a_pull_counts_the_groups() -> None:
+    assert pull_scheduler.find_pull_problem(GOOD, groups=1) is None
+    problem = pull_scheduler.find_pull_problem(GOOD, groups=2)
+    assert problem is not None and problem.field == "remote_block_ids"
+
+
+@pytest.mark.parametrize("params", [None, {}, {"do_remote_prefill": False}])
+def test_nothing_is_wrong_with_parameters_that_ask_for_nothing(params: object) -> None:
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        assert find(params) is None
+
+
+@pytest.mark.parametrize("params", [[], {"do_remote_decode": "yes"}])
+def test_what_is_no_role_is_wrong_also_without_blocks(params: object) -> None:
+    for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
+        assert find(params) is not None
+
+
+def test_a_push_needs_the_size_of_its_peer() -> None:
+    """Upstream has no default there, other than for a pull."""
+    unsized = {k: v for k, v in GOOD.items() if k != "tp_size"}
+    assert pull_scheduler.find_pull_problem(unsized) is None
+    problem = pull_scheduler.find_push_problem(unsized)
+    assert problem is not None and problem.field == "tp_size"
+
+
+@pytest.mark.parametrize("role", [True, False, None, "yes"])
+def test_a_prefill_that_cannot_be_pushed_to_goes_on_for_its_own_client(role: object) -> None:
+    params = {**GOOD, "remote_port": "5600", "do_remote_decode": role}
+    request = Request(next(_names), list(range(40)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = params
+    assert scheduler().get_num_new_matched_tokens(request, 0)[0] == 0
+    checked = request.kv_transfer_params
+    assert bool(checked.get("do_remote_prefill")) is (role is not True)
+    ignored = checked.use is pull_scheduler.shared.Use.IGNORE
+    assert ignored is (role is not True)
+
+
+def test_the_log_says_once_why_nothing_can_be_pushed(caplog: pytest.LogCaptureFixture) -> None:
+    logger = logging.getLogger("vllm")
+    logger.addHandler(caplog.handler)
+    try:
+        play({k: v for k, v in GOOD.items() if k != "tp_size"}, aborted=False)
+        play(GOOD, aborted=False)
+    finally:
+        logger.removeHandler(caplog.handler)
+    said = {r.getMessage() for r in caplog.records if "cannot have its KV" in r.getMessage()}
+    assert len(said) == 1
+    assert said.pop().endswith(
+        "kv_transfer_params.tp_size is missing. Its prompt is computed here."
+    )

@@ -520,3 +520,25 @@ def test_peers_that_connect_do_not_disturb_those_that_cannot() -> None:
         first = one.computed | first
     assert first == {"good": (39, 40), "lost": (0, 40)}
     assert engine.scheduler.requests == {}
+
+
+# ---------------------------------------------------------------- counts, and what is remembered
+
+
+def test_a_read_that_failed_is_counted_once() -> None:
+    worker = make_worker()
+    connect(worker)
+    lives(receive, worker)
+    nixl_of(worker).fail(*nixl_of(worker).reads)
+    for _ in range(3):
+        lives(step, worker)
+    assert sum(worker.xfer_stats.data["num_failed_transfers"]) == 1
+
+
+def test_a_receive_that_only_tells_p_is_not_remembered() -> None:
+    """Nobody awaits it, so nothing would ever forget it."""
+    worker = make_worker()
+    connect(worker)
+    lives(receive, worker, local_blocks=[])
+    assert nixl_of(worker).heard == {agent_name("P", 0): [b"req-p:1"]}
+    assert not worker._recving_metadata
