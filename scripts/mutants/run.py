@@ -78,7 +78,7 @@ def of_release(
         shadow = environment.shadow(folder, series.patches)
         files = {_module(name): shadow / name for name in modules}
         chosen = [ROOT / test for test in tests or that_test(release)]
-        command = [environment.python, "-m", *pytest_arguments("-p", PLUGIN)]
+        command = [str(environment.python), "-m", *pytest_arguments("-p", PLUGIN)]
         variables = environment.variables(shadow)
         return rows_of(command, files, chosen, workers, stage(), variables, only=only)
     finally:

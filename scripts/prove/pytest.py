@@ -113,7 +113,7 @@ def _arguments(words: Sequence[str]) -> list[str]:
 
 
 def pytest_arguments(*words: str) -> list[str]:
-    """Return pytest and its words, with the repository's settings, as they stand after `python -m`."""
+    """Return pytest with the repository's settings, as it stands after `python -m`."""
     return [
         "pytest", "-p", "no:cacheprovider",
         "--config-file", str(ROOT / "pyproject.toml"), "--rootdir", str(ROOT), *words,

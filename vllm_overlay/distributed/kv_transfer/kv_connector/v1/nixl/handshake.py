@@ -43,8 +43,8 @@ _OF_ENGINES = (
 """The worker's tables by engine id, as far as a release has them."""
 
 _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
-"""The topology's, up to 0.23.0. There an engine's key says its pipeline stage too, which for NIXL is
-always the first."""
+"""The topology's, up to 0.23.0. There an engine's key says its pipeline stage too, which for NIXL
+is always the first."""
 
 
 def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
