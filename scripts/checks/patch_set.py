@@ -175,11 +175,20 @@ def _report(every: Sequence[Series], registry: Registry) -> None:
     """Say how thin the hooks are: lines added to upstream's files against lines of overlay."""
     counts = {s.release: {p.fix_id: p.added_lines for p in s.patches} for s in every}
     overlay = sum(len(p.read_bytes().splitlines()) for p in OVERLAY.rglob("*.py"))
-    table = Table("fix", *counts, title=f"lines added in hooks (overlay: {overlay} lines)")
+    table = Table("fix", "releases", "lines", title=f"added in hooks (overlay: {overlay} lines)")
     for fix_id in registry.fixes:
-        table.add_row(fix_id, *(str(hooks.get(fix_id, "-")) for hooks in counts.values()))
-    table.add_row("all", *(str(sum(hooks.values())) for hooks in counts.values()))
+        table.add_row(
+            fix_id, *_extent([each[fix_id] for each in counts.values() if fix_id in each])
+        )
+    table.add_row("all", *_extent([sum(each.values()) for each in counts.values()]))
     out.print(table)
     REPORTS.mkdir(exist_ok=True)
     report = {"hook_lines": counts, "overlay_lines": overlay}
     (REPORTS / "lint.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _extent(lines: Sequence[int]) -> tuple[str, str]:
+    """Return on how many releases a fix is, and its lines there, least to most."""
+    return str(len(lines)), " to ".join(
+        map(str, sorted({min(lines), max(lines)}))
+    ) if lines else "-"
