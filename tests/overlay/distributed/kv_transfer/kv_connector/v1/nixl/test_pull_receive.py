@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from typing import Any
+
 import pytest
 
 from tests.support.nixl_release import NixlConnectorWorker
@@ -23,8 +26,15 @@ pytestmark = pytest.mark.skipif(
 
 def test_a_peer_that_was_evicted_before_it_was_read_is_met_again() -> None:
     worker = make_worker(num_blocks=16)
-    script_handshake(worker, lambda engine_id, ranks: register_peer(worker, engine_id, ranks))
+    asked = threading.Event()
+
+    def shake_hands(engine_id: str, ranks: int) -> dict[Any, str]:
+        assert asked.wait(10)
+        return register_peer(worker, engine_id, ranks)
+
+    script_handshake(worker, shake_hands)
     lives(receive, worker)
+    asked.set()
     await_handshakes(worker)
     worker._cleanup_remote_engine("P")
     for _ in range(2):
