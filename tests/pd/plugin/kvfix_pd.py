@@ -12,8 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from nixl_cu12 import _bindings  # not `nixl`, which vLLM has to be the first to import
 from vllm.platforms.cpu import CpuPlatform
+
+# Not through `nixl`, which vLLM has to be the first to import. Of these two that one takes the
+# newer where it is there; NIXL 1.5.0 brings both, and takes the one of torch's CUDA, which is 13.
+try:
+    from nixl_cu13 import _bindings
+except ModuleNotFoundError:
+    from nixl_cu12 import _bindings
 
 _PAUSE_US = 1000
 
