@@ -9,18 +9,21 @@ from pathlib import Path
 import httpx
 
 from tests.pd.client import Params, body, prefill, tokens_of
-from tests.pd.server import Server, Side
+from tests.pd.server import BLOCK, Server, Side
 
 LEASE_S = 20
-"""VLLM_NIXL_ABORT_REQUEST_TIMEOUT of P: after this many seconds stock frees what nobody fetched.
+"""After this many seconds stock P frees what nobody fetched.
 
+Up to 0.21 that is VLLM_NIXL_ABORT_REQUEST_TIMEOUT, later kv_lease_duration; each knows one only.
 Longer than any test of refusals takes, or the end of an old lease would look like a release."""
 
 TOKENS = 12
 """Length of each answer that `plain` knows."""
 
 PROMPTS = tuple(f"{n:03d} " + "the quick brown fox jumps over it " * 3 for n in range(320))
-"""Prompts of 106 tokens, seven blocks, that differ in their first."""
+"""Prompts of 106 tokens that differ in their first block."""
+PROMPT_BLOCKS = -(-len(PROMPTS[0]) // BLOCK)
+"""Blocks of a prompt, whose bytes are its tokens."""
 
 Plain = dict[str, list[int]]
 """The greedy tokens of a plain server by prompt."""
@@ -74,7 +77,7 @@ class Deployment:
             name,
             self._model,
             self._logs(name),
-            transfer={},
+            transfer={"kv_connector_extra_config": {"kv_lease_duration": LEASE_S}},
             arguments=("--no-enable-prefix-caching",) if name == "D" else (),
             environment={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(LEASE_S)},
             core=core,

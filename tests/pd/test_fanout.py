@@ -9,7 +9,7 @@ from itertools import islice
 import pytest
 
 from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note, Plain
+from tests.pd.deployment import PROMPT_BLOCKS, TOKENS, Deployment, Note, Plain
 from tests.pd.server import BLOCKS
 
 LONG = 200  # so that P overwrites what it freed before the first choice ends
@@ -47,7 +47,7 @@ def test_every_choice_of_a_prompt(
 
 def overwrite(pd: Deployment, prompts: Iterator[str]) -> None:
     """Have P compute more than its cache holds, for nobody."""
-    for _ in range(-(-BLOCKS // 7)):
+    for _ in range(-(-BLOCKS // PROMPT_BLOCKS)):
         pd.p.post("/v1/completions", body(next(prompts), 1)).raise_for_status()
 
 

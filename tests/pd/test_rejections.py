@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.pd.client import Params, body, leave, prefill, tokens_of
-from tests.pd.deployment import TOKENS, Deployment, Note, Plain
+from tests.pd.deployment import PROMPT_BLOCKS, TOKENS, Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 
 COMPLETIONS = "/v1/completions"
@@ -143,16 +143,17 @@ def test_clients_that_leave_and_come_back(
     assert pd.p.healthy and pd.d.healthy
 
 
+_OTHERS = list(range(3, PROMPT_BLOCKS + 1))
 # What a client may make of the parameters that P gave it: (changes, whether P is still named).
 MALFORMED: dict[str, tuple[Changes, bool]] = {
     "no remote_block_ids": ({"remote_block_ids": None}, True),
     "empty remote_block_ids": ({"remote_block_ids": []}, True),
     "too many groups": ({"remote_block_ids": [[1, 2, 3], [1, 2, 3]]}, True),
     "too few blocks": ({"remote_block_ids": [[1]]}, True),
-    "negative block": ({"remote_block_ids": [[1, -2, 3, 4, 5, 6, 7]]}, True),
-    "huge block": ({"remote_block_ids": [[1, 2, 2**63, 4, 5, 6, 7]]}, True),
-    "block beyond P's": ({"remote_block_ids": [[9999, 2, 3, 4, 5, 6, 7]]}, True),
-    "block of another type": ({"remote_block_ids": [[1, "2", 3, 4, 5, 6, 7]]}, True),
+    "negative block": ({"remote_block_ids": [[1, -2, *_OTHERS]]}, True),
+    "huge block": ({"remote_block_ids": [[1, 2**63, *_OTHERS]]}, True),
+    "block beyond P's": ({"remote_block_ids": [[9999, 2, *_OTHERS]]}, True),
+    "block of another type": ({"remote_block_ids": [[1, "2", *_OTHERS]]}, True),
     "blocks of another type": ({"remote_block_ids": {"0": [1, 2, 3]}}, True),
     "no remote_engine_id": ({"remote_engine_id": None}, False),
     "no remote_request_id": ({"remote_request_id": None}, False),

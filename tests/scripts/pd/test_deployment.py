@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.patchset.registry import Unpatched
 from scripts.pd.deployment import Scenario, enter, faults_of, write_report
 from scripts.pd.environment import _pinned, _requirements
 from scripts.pd.picture import draw
@@ -35,6 +36,18 @@ def test_a_defect_is_shown_on_stock_and_absent_on_patched() -> None:
 def test_what_shows_no_defect_of_this_release_passes_on_both_sides() -> None:
     assert faults(stock=PASSED, patched=PASSED) == []
     assert faults(("2",), stock=PASSED, patched=PASSED) == []
+
+
+def test_a_defect_that_gets_no_patch_on_this_release_is_there_on_both_sides() -> None:
+    why = Unpatched(releases="<=0.20.2", reason="it stands on another")
+    registry = toys.registry(toys.fix("1", unpatched=(why,)))
+
+    def said(patched: Outcome) -> list[str]:
+        scenarios = {NODE: Scenario(NODE, ("1",), {"stock": FAILED, "patched": patched})}
+        return list(faults_of(scenarios, BOTH, "0.20.2", registry))
+
+    assert said(FAILED) == []
+    assert said(PASSED) == [f"patched: {NODE} passed, expected failed"]
 
 
 def test_one_of_several_defects_is_enough() -> None:
