@@ -79,6 +79,12 @@ class Core:
             return f"the engine dies of {said(error)}"
         return [*ends.values(), f"{len(self.scheduler.requests)} left"]
 
+    @property
+    def free(self) -> int:
+        """How many blocks nobody holds."""
+        count: int = self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        return count
+
     def _step(self) -> dict[str, str]:
         decided = self.scheduler.schedule()
         sampled = {}
@@ -214,6 +220,87 @@ def refused_over_another_connector(variant: str) -> Observed:
         "ends": core.run(),
         "calls": json.loads(json.dumps(recording.CALLS)),
     }
+
+
+# ---------------------------------------------------------------- transfers that are awaited
+
+
+class _Reports:
+    """A worker that says in the next step what is over."""
+
+    def __init__(self) -> None:
+        self.sent: set[str] = set()
+        self.received: set[str] = set()
+
+    def start_load_kv(self, _: object) -> None:
+        pass
+
+    def get_finished(self) -> tuple[set[str], set[str]]:
+        reported = self.sent, self.received
+        self.sent, self.received = set(), set()
+        return reported
+
+
+_MODULE = "tests.parity.recording"
+_MOVING: dict[str, Any] = {"kv_connector": "MovingConnector", "kv_connector_module_path": _MODULE}
+
+HOLDERS: dict[str, dict[str, Any]] = {
+    "alone": {"connector": "MovingConnector", "kv_connector_module_path": _MODULE},
+    "one of two": {
+        "connector": "MultiConnector",
+        "kv_connector_extra_config": {
+            "connectors": [
+                _MOVING | {"kv_role": "kv_both"},
+                {"kv_connector": "RecordingConnector", "kv_role": "kv_both"}
+                | {"kv_connector_module_path": _MODULE},
+            ]
+        },
+    },
+}
+
+LIVES: dict[str, list[str]] = {
+    "loads": ["step", "received", "step", "step"],
+    "loads, keeps": ["step", "received", "step", "step", "step", "sent"],
+    "loads; leaves while it does": ["step", "leaves", "step", "received"],
+    "loads; leaves and is received at once": ["step", "+received", "leaves", "step"],
+    "loads; leaves when it has": ["step", "received", "leaves", "step"],
+    "loads, keeps; leaves when it has": ["step", "received", "leaves", "step", "sent"],
+    "loads, keeps; leaves while it runs": ["step", "received", "step", "leaves", "step", "sent"],
+    "loads; leaves before": ["leaves", "step"],
+    "keeps": ["step", "step", "step", "sent"],
+    "keeps; leaves while it runs": ["step", "leaves", "step", "sent"],
+    "keeps; leaves before": ["leaves", "step", "sent"],
+    "keeps; sent in the step after": ["step", "step", "sent"],
+    "keeps; sent when another is received": ["step", "step", "+sent"],
+}
+"""What becomes of a request, with no two transfers of it under way at once: there stock is not
+right. "+" goes with the report of the next step."""
+
+
+@scenario(*(f"{life}; {holder}" for life in LIVES for holder in HOLDERS))
+def transfers_are_awaited(variant: str) -> Observed:
+    """When a request's blocks are free, and what its connector hears of it. Another request that
+    loads and keeps goes its own way beside it, and is received after it has ended."""
+    life, _, holder = variant.rpartition("; ")
+    recording.CALLS.clear()
+    worker = _Reports()
+    core = Core(worker=worker, **HOLDERS[holder])
+    words = life.partition(";")[0].split(", ")
+    core.add(_plain_request("one", dict.fromkeys(words, True)))
+    script = [(word, "one") for word in LIVES[life]]
+    script[-1:-1] = [("arrives", "two"), ("step", "two")]
+    script += [(word, "two") for word in ("received", "step", "step", "step", "sent")]
+    observed = []
+    for word, req_id in script:
+        if word == "arrives":
+            core.add(_plain_request(req_id, {"loads": True, "keeps": True}))
+        elif word == "leaves":
+            core.scheduler.finish_requests(req_id, RequestStatus.FINISHED_ABORTED)
+        elif word != "step":
+            getattr(worker, word.lstrip("+")).add(req_id)
+        ends = core._step() if word in ("step", "received", "sent") else {}
+        observed.append([word, req_id, ends, sorted(core.scheduler.requests), core.free])
+    return {"steps": observed, "calls": json.loads(json.dumps(recording.CALLS))}
 
 
 # ---------------------------------------------------------------- NIXL, pushed

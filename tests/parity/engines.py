@@ -1,4 +1,4 @@
-"""D's engine core: its scheduler, its worker, its loop, and what P sees of them."""
+"""D's engine core: its scheduler, its worker, its loop, what P sees of them, and what P keeps."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import Request
 
 from tests.parity.retries import COMPLETIONS, good_body
 from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario, since
@@ -28,11 +30,13 @@ from tests.support.nixl_release import NixlAgentMetadata
 from tests.support.nixl_worker import (
     EngineDiedError,
     connect,
+    hold,
     make_worker,
     nixl_of,
     receive,
     register_peer,
     script_handshake,
+    sent,
 )
 from tests.support.serving_app import REMOTE
 from tests.support.stand_in_model import HEAD_SIZE
@@ -269,6 +273,8 @@ class Loop(EngineCoreProc):  # type: ignore[misc, unused-ignore]
             raise _StopError
         if kind == "abort":
             self.engine.abort(payload)
+        elif kind == "do":
+            payload()
         else:
             self.engine.add(payload)
 
@@ -409,3 +415,91 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
             break
         time.sleep(0.005)
     return {"computed": [list(one) for one in computed], "ends": ends}
+
+
+# ---------------------------------------------------------------- what P keeps for D
+
+
+def _prefill(engine: IdleEngine) -> None:
+    """A request whose prompt P computes, and whose blocks it then keeps for D."""
+    params = SamplingParams(max_tokens=1, ignore_eos=True)
+    params.update_from_generation_config({}, 1)
+    request = Request("req-p", list(range(40)), params, None, block_hasher=engine._hasher)
+    request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
+    engine.scheduler.add_request(request)
+
+
+def _kept(engine: IdleEngine) -> Observed:
+    return [sorted(engine.scheduler.requests), len(engine._reusable())]
+
+
+@scenario("read", "nobody reads it")
+def an_idle_p_keeps_what_d_may_read(variant: str) -> Observed:
+    """Then a request comes: it is served at once, and what D has read meanwhile is free."""
+    engine = IdleEngine()
+    loop = Loop(engine)
+    loop.input_queue.put(("do", lambda: _prefill(engine)))
+    loop.watch(0.6)
+    observed = {"idle": _kept(engine)}
+    if variant == "read":
+        nixl_of(engine.worker).inbox = {"D/0": [b"req-p:1"]}
+    loop.input_queue.put(("do", lambda: engine.ask("next", range(100, 120))))
+    loop.watch(0.6)
+    return observed | {"after the next request": _kept(engine)}
+
+
+@scenario(shows={"43433": "the blocks stay until the next request comes"})
+def an_idle_p_frees_what_d_has_read() -> Observed:
+    """No request comes after it."""
+    engine = IdleEngine()
+    loop = Loop(engine)
+    loop.input_queue.put(("do", lambda: _prefill(engine)))
+    loop.watch(0.4)
+    nixl_of(engine.worker).inbox = {"D/0": [b"req-p:1"]}
+    loop.watch(1.2)
+    return _kept(engine)
+
+
+@scenario(shows={"43433": "the blocks stay until the next request comes"})
+def an_idle_d_frees_what_was_received_for_nobody() -> Observed:
+    """The client has left; the read ends when nothing else is left to do."""
+    engine = IdleEngine()
+    connect(engine.worker, "P")
+    loop = Loop(engine)
+
+    def come_and_leave() -> None:
+        engine.ask("left", range(40), [[5, 6, 7]])
+        engine.step()
+        engine.abort("left")
+
+    loop.input_queue.put(("do", come_and_leave))
+    loop.watch(1.0)
+    return _kept(engine)
+
+
+def _ending(*leases: tuple[str, float]) -> Observed:
+    """Which leases of a P worker have ended: now, in a while, and once more."""
+    worker = make_worker(engine_id="P")
+    now = time.perf_counter()
+    for req_id, seconds in leases:
+        hold(worker, req_id, now + seconds)
+    observed = []
+    for pause in (0.0, 0.6, 0.0):
+        time.sleep(pause)
+        ended = sent(worker)
+        observed.append(said(ended) if isinstance(ended, EngineDiedError) else sorted(ended))
+    return observed
+
+
+@scenario()
+def leases_end_in_their_order() -> Observed:
+    """Two that have run out, one that does soon, and one that lives."""
+    return _ending(("a", -2.0), ("b", -1.0), ("c", 0.5), ("d", 60.0))
+
+
+@scenario(shows={"K14": "those behind one that lives do not end"})
+def leases_end_in_any_order() -> Observed:
+    """As where D keeps some for a second turn."""
+    if not since("0.22.0"):
+        raise LeftOutError("leases of this release are all equally long")
+    return _ending(("long", 60.0), ("a", -2.0), ("c", 0.5), ("d", 60.0), ("b", -1.0))

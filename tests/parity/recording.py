@@ -45,6 +45,28 @@ class RecordingConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc,
     wait_for_layer_load = save_kv_layer = wait_for_save = start_load_kv
 
 
+class MovingConnector(RecordingConnector):
+    """One that loads whole prompts while their requests wait, and keeps what finishes, each if the
+    request's parameters say so. What is over is for the workers to say, so for the scenario."""
+
+    def get_num_new_matched_tokens(self, request: Any, computed: int) -> tuple[int, bool]:  # noqa: ANN401
+        super().get_num_new_matched_tokens(request, computed)
+        there = request.num_prompt_tokens - computed if _says(request, "loads") else 0
+        return there, there > 0
+
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ANN401
+        super().request_finished(request, block_ids)
+        return _says(request, "keeps"), None
+
+    def request_finished_all_groups(self, request: Any, block_ids: Any) -> tuple[bool, None]:  # noqa: ANN401
+        super().request_finished_all_groups(request, block_ids)
+        return _says(request, "keeps"), None
+
+
+def _says(request: Any, word: str) -> bool:  # noqa: ANN401 - upstream's Request
+    return bool((request.kv_transfer_params or {}).get(word))
+
+
 def _plain(request: Any) -> list[Any]:  # noqa: ANN401 - upstream's Request
     params = request.kv_transfer_params
     kind = "" if params is None or type(params) is dict else f"a {type(params).__name__}"
