@@ -2,9 +2,9 @@
 """From 0.24.0 on: which block of theirs goes into which of ours, of ids upstream expands.
 
 The rule is that of `vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks`: blocks are
-paired rightly, or the peer is refused in the handshake. From 0.24.0 on the scheduler also says how
-many blocks of each group the prefix cache already had, so that need not be inferred; and kernel
-blocks may differ in size in models of several groups.
+paired rightly, or the peer is refused in the handshake. From 0.27.0 on kernel blocks may differ in
+size in models of several groups. From 0.29.0 on the scheduler also says how many blocks of each
+group the prefix cache already had, so that need not be inferred.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks import (
     holds_all_tokens,
     refuse_other_ratio,
     refuse_unpairable_hybrid,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
+    pulls,
+    transfer_group_ids,
+    transfer_groups,
 )
 
 if TYPE_CHECKING:
@@ -37,7 +42,7 @@ def refuse_hybrid(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
     Raises:
         RuntimeError: see `refuse_unpairable_hybrid`.
     """
-    if worker._TRANSFER_MODE == "pull":
+    if pulls(worker):
         refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]
 
 
@@ -51,12 +56,12 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
     Raises:
         RuntimeError: the ratios differ; or the sizes of kernel blocks, on a CPU or with a window.
     """
-    if worker._TRANSFER_MODE != "pull":
+    if not pulls(worker):
         return
     if _grouped_otherwise(worker, peer):
         return
     refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
-    specs = [group.kv_cache_spec for group in worker.kv_cache_config.transfer_groups]
+    specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
     if peer.block_size != worker.block_size and not all(map(holds_all_tokens, specs)):
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
@@ -121,10 +126,9 @@ def pair_smaller_blocks(
     if not any(local_block_ids):
         return [], remote_block_ids
     meta = worker._recving_metadata.get(req_id)
-    hits = meta.local_num_computed_blocks if meta is not None else ()
-    config = worker.kv_cache_config
+    hits = getattr(meta, "local_num_computed_blocks", ())  # from 0.29.0 on
     ours, theirs = [list(ids) for ids in local_block_ids], [list(ids) for ids in remote_block_ids]
-    for group, index in enumerate(config.transfer_group_ids):
+    for group, index in enumerate(transfer_group_ids(worker.kv_cache_config)):
         if not ours[group] or issubclass(worker._group_spec_types[group], MambaSpec):
             continue
         parts = worker.get_mapped_blocks(np.asarray(ours[group]), block_size_ratio).tolist()

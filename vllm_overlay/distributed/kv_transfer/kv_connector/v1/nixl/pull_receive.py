@@ -100,7 +100,9 @@ def notes_reads(read: _ReadBlocks) -> _ReadBlocks:
 
     @functools.wraps(read)
     def wrapper(self: _Worker, **arguments: Any) -> None:  # noqa: ANN401
-        req_id, rank = arguments["request_id"], (0, arguments["read_spec"].remote_rank)
+        req_id, rank = arguments["request_id"], arguments["read_spec"].remote_rank
+        if rank not in self._remote_agents[arguments["dst_engine_id"]]:
+            rank = (0, rank)  # from 0.26.0 on ranks go by pipeline stage, too
         receives: ToldReceives = self._receives
         before = len(self._recving_transfers.get(req_id, ()))
         read(self, **arguments)

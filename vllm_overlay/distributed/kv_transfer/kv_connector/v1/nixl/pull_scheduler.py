@@ -17,6 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
+    pulls,
+    transfer_groups,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_TP_SIZE,
     Problem,
@@ -118,9 +122,9 @@ def _checked(method: _Method) -> _Method:
             return method(self, request, *args, **kwargs)
         if not shared.has_engine(self):
             checked = shared.as_checked(params)
-        elif self._TRANSFER_MODE == "pull":
+        elif pulls(self):
             pulling = cast("NixlPullConnectorScheduler", self)
-            groups = len(self.kv_cache_config.transfer_groups)
+            groups = len(transfer_groups(self.kv_cache_config))
             checked = shared.check(pulling, request, groups, find_pull_problem, _coverage_problem)
         else:
             checked = _check_push(request, params)
@@ -161,7 +165,7 @@ def _coverage_problem(
     return shared.short_group(
         params,
         tokens,
-        scheduler.kv_cache_config.transfer_groups,
+        transfer_groups(scheduler.kv_cache_config),
         scheduler.blocks_per_sw if scheduler._is_hma_required else None,
         block_size=scheduler.block_size,
         ranks=ranks * parallel.prefill_context_parallel_size,
