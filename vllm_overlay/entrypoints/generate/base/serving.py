@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.26.0 on: parameters and rejections as handlers of `GenerateBaseServing` see them.
+"""From 0.25.0 on: parameters and rejections as handlers of `GenerateBaseServing` see them.
 
 It stands where `OpenAIServing` stands up to 0.23.0; see
 `vllm_overlay.entrypoints.openai.engine.serving` for that one.

@@ -8,14 +8,12 @@ failed. It stays as it is; a worker that pulls has its `Receives` decide what ge
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
-    notifications as notifications,  # a hook takes it from here
-)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -90,6 +88,18 @@ class GuardsReceives(NixlBaseConnectorWorker):
             receives.release_all()
             self._recving_transfers.clear()
         super().shutdown()
+
+
+def notifications(worker: NixlBaseConnectorWorker) -> Iterable[list[bytes]]:
+    """Return what peers have sent since the last call, without what cannot be read.
+
+    Up to 0.28.0 a number of ranks that ours cannot be divided into is among that.
+    """
+    if hasattr(worker, "expected_consumer_notifications_by_req"):
+        return inbox.notifications(worker)
+    topology = worker.transfer_topo
+    assert topology is not None  # noqa: S101 - for mypy: set with the KV caches
+    return inbox.notifications(worker, fit=topology.tp_ratio)
 
 
 # ---------------------------------------------------------------- K08
