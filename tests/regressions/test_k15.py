@@ -7,6 +7,7 @@ core would be made; a NIXL scheduler says what that configuration offers to peer
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -132,6 +133,7 @@ def test_actors_that_come_later_have_ids_of_their_own(
         config, mock.Mock(), mock.Mock(), False, groups(2), [0, 1]
     )
     monkeypatch.setattr(manager, "add_dp_placement_groups", lambda *_: (groups(2), [0, 1]))
-    manager.scale_up_elastic_ep(config, 4)
+    later = len(inspect.signature(manager.scale_up_elastic_ep).parameters) - 2
+    manager.scale_up_elastic_ep(config, 4, *[0] * later)  # redundant experts: none
     ids = [offered_id(config) for config in actors]
     assert ids == ["prefill_dp0", "prefill_dp1", "prefill_dp2", "prefill_dp3"]
