@@ -39,6 +39,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from vllm.distributed.kv_transfer.kv_connector import utils
 
 from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import (
@@ -56,6 +57,9 @@ from tests.support.nixl_worker import (
     receive,
     target_ranks,
 )
+
+_READERS_OF_A_RANK = hasattr(getattr(utils, "TransferTopology", None), "dcp_consumer_count")
+"""D says how many of its ranks read a rank of P, not how many there are: from 0.29.0 on."""
 
 Fault = Literal["handshake", "posting", "reading", "nonsense", "empty", "notifying", "releasing"]
 """What may go wrong: a handshake; NIXL refusing a read; a read ending in an error; a prompt that
@@ -411,7 +415,7 @@ class ReceiveMachine(RuleBasedStateMachine):
             self.held[req_id] = False
         elif not self.held[req_id]:
             self.held[req_id] = True
-            good = [f"{req_id}:{self.d_tp}".encode()]
+            good = [f"{req_id}:{self._readers(self.d_tp)}".encode()]
             words = good + words if first else words + good
         self.nixl.inbox.setdefault("D", []).extend(words)
 
@@ -478,9 +482,13 @@ class ReceiveMachine(RuleBasedStateMachine):
         self._claim("once", not self.futile, f"{self.futile} were posted after a failure")
 
     def _heard_of(self, asked: Asked) -> dict[str, int]:
-        word = f"{asked.remote_id}:{self.d_tp}".encode()
+        word = f"{asked.remote_id}:{self._readers(self.p_tp)}".encode()
         agents = [agent_name(asked.engine, rank) for rank in target_ranks(self.worker, self.p_tp)]
         return {agent: self.nixl.heard[agent].count(word) for agent in agents}
+
+    def _readers(self, p_tp: int) -> int:
+        """What as many ranks as D has say to a P: how many they are, later how many read a rank."""
+        return max(1, self.d_tp // p_tp) if _READERS_OF_A_RANK else self.d_tp
 
     def teardown(self) -> None:
         """Let everything come to an end, and see that it does."""

@@ -69,7 +69,9 @@ def test_the_kv_of_a_read_that_is_done_is_there(
     assert step(worker) == (set(), {"req-d"})
     assert not worker.get_block_ids_with_load_errors()
     assert counted(worker, "num_failed_transfers") == 1
-    assert "_failed" in caplog.text and "req-d" in caplog.text
+    assert "_failed" in caplog.text
+    if refused != "release_xfer_handle" or hasattr(worker, "_recv_failures"):
+        assert "req-d" in caplog.text  # up to 0.29.0 a handle is given back whoever it was for
     assert nixl.called("release_xfer_handle")
 
 

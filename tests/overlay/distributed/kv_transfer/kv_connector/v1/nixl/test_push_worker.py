@@ -6,6 +6,7 @@ Two real workers, as in `tests.support.kv_landing`: D says which blocks it has, 
 from __future__ import annotations
 
 import ctypes
+import inspect
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import 
 push = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker")
 
 KERNEL = 4
+AWAITING = "awaiting_kvs" in inspect.signature(NixlConnectorMetadata.add_new_req_to_recv).parameters
 
 
 def make(
@@ -92,7 +94,7 @@ def ask(decode: Any, blocks: list[int]) -> None:  # noqa: ANN401
             "remote_port": 1,
             "tp_size": 1,
         },
-        awaiting_kvs=True,
+        **({"awaiting_kvs": True} if AWAITING else {}),
     )
     metadata.push_registrations = {"req": registration(blocks)}
     decode.start_load_kv(stamp(metadata))

@@ -261,15 +261,16 @@ def test_a_failed_handshake_crosses_even_if_it_cannot_be_logged() -> None:
     assert lives(step, worker)[1] == {"a"}
 
 
-def test_p_hears_how_many_ranks_of_ours_there_are() -> None:
+@pytest.mark.parametrize("p_tp", [1, 2, 4])
+def test_p_hears_of_a_failed_read_what_it_hears_of_others(p_tp: int) -> None:
     worker = make_worker(tp_size=2, tp_rank=1)
-    connect(worker, "P", tp_size=4)
-    receive(worker, tp_size=4)
+    connect(worker, "P", tp_size=p_tp)
+    receive(worker, tp_size=p_tp)
     nixl = nixl_of(worker)
     nixl.fail(*nixl.reads)
     step(worker)
-    heard = {agent_name("P", 2): [b"req-p:2"], agent_name("P", 3): [b"req-p:2"]}
-    assert {agent: words for agent, words in nixl.heard.items() if words} == heard
+    said = {read.agent: [read.notif] for read in nixl.reads}
+    assert {agent: words for agent, words in nixl.heard.items() if words} == said
 
 
 def test_all_ranks_that_share_a_latent_cache_are_told_once_when_nothing_can_be_read() -> None:
