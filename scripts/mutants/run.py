@@ -120,8 +120,8 @@ def _named(modules: Iterable[str], named: Sequence[str], where: str) -> list[str
         if not any(part in name for name in modules):
             raise UsageError(
                 f"no module has {part!r} in its path",
-                expected=f"a part of the path of a module that {where}",
-                next_step="one of: " + ", ".join(modules),
+                expected=f"a part of the path of a module that {where}: {', '.join(modules)}",
+                next_step="name such a part, or none for all modules",
             )
     return [name for name in modules if not named or any(part in name for part in named)]
 

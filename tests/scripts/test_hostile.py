@@ -113,7 +113,7 @@ def test_a_registry_is_sound_or_refused(tmp_path: Path, rng: Random) -> None:
         assert registry.message(fix).replace("\n", "").isprintable()
 
 
-@pytest.mark.parametrize("mutation", {*wheels.MUTATIONS}, ids=lambda one: one.__name__)
+@pytest.mark.parametrize("mutation", dict.fromkeys(wheels.MUTATIONS), ids=lambda one: one.__name__)
 def test_each_way_to_spoil_a_wheel_spoils_some(
     tmp_path: Path, mutation: Callable[[Random, list[wheels.Entry]], None]
 ) -> None:
