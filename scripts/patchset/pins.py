@@ -60,5 +60,5 @@ def _wrong(row: object, why: str) -> RegistryError:
     return RegistryError(
         f"patches/pins.toml: {row!r}: {why}",
         expected="[[pin]] with product, release (a pinned one) and source (a page that says so)",
-        next_step="correct the row, then nox -s edit -- --restamp",
+        next_step="correct the row, then: nox -s edit -- --restamp",
     )
