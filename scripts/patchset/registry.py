@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from scripts.project import PATCHES, read_toml
 from scripts.system.errors import RegistryError
@@ -109,6 +110,7 @@ class LaterTest:
         if "::" not in test.test:
             raise TypeError(f"{test.test}: names no function")
         try:
+            Version(test.release)
             _includes(test.on, test.release)
         except ValueError as error:
             raise TypeError(f"{test.test}: {error}") from error

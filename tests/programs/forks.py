@@ -1,6 +1,6 @@
 """Runs Python modules, each in a fork of one process that has imported what they all need.
 
-    python -m tests.programs.forks FOLDER AT_ONCE
+    python -m tests.programs.forks FOLDER AT_ONCE [MODULE THAT IS NOT SHARED ...]
 
 FOLDER/runs.json is a list of runs: `arguments` (a module and its words, as after `python -m`),
 `variables` (all of its environment) and `seconds` (after which it is killed). The n-th writes to
@@ -20,6 +20,7 @@ A process with threads cannot be forked safely, so none may be left when the fir
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import importlib
@@ -32,7 +33,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,14 +55,18 @@ FIRST = {
 }
 """Variables for the imports that are shared."""
 
-_KEPT_OUT = ("vllm", "vllm_overlay", "pytest", "_pytest", "hypothesis", "anyio", "nixl")
+_REWRITTEN = "anyio"  # by pytest, which is its plugin's wish
+_KEPT_OUT = ("vllm", "vllm_overlay", "pytest", "_pytest", "hypothesis", _REWRITTEN, "nixl")
 
 
-def main(folder: Path, at_once: int) -> None:
+def main(folder: Path, at_once: int, *left_out: str) -> None:
     """Run what `folder` says; in each fork, this does not return."""
     parent = os.getppid()
     runs: list[dict[str, Any]] = json.loads((folder / "runs.json").read_text())
-    share()
+    culprit = share(left_out)
+    if culprit:  # some releases of transformers bring anyio; nothing can be un-imported
+        words = (str(folder), str(at_once), *left_out, culprit)
+        os.execv(sys.executable, [sys.executable, "-m", "tests.programs.forks", *words])
     waiting = list(enumerate(runs))
     running: dict[int, tuple[int, float]] = {}
     while waiting or running:
@@ -84,8 +89,11 @@ def main(folder: Path, at_once: int) -> None:
         time.sleep(0.1)
 
 
-def share() -> None:
-    """Import what all runs need.
+def share(left_out: Sequence[str] = ()) -> str:
+    """Import what all runs need, but for what is `left_out`.
+
+    Returns:
+        The module that brought anyio, if one did.
 
     Raises:
         RuntimeError: That has started a thread, or imported what each run has to import itself.
@@ -97,17 +105,25 @@ def share() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name in SHARED:
-            try:
-                importlib.import_module(name)
-            except ImportError:
+            if name in left_out:
                 continue
+            with contextlib.suppress(ImportError):
+                importlib.import_module(name)
+            if _early() == [_REWRITTEN]:
+                os.environ.clear()
+                os.environ.update(before)
+                return name
     os.environ.clear()
     os.environ.update(before)
     threads = len([*Path("/proc/self/task").iterdir()])  # those of C libraries as well
-    early = [name for name in _KEPT_OUT if name in sys.modules]
-    if threads > 1 or threading.active_count() > 1 or early:
-        raise RuntimeError(f"cannot fork: {threads} threads, {early} imported")
+    if threads > 1 or threading.active_count() > 1 or _early():
+        raise RuntimeError(f"cannot fork: {threads} threads, {_early()} imported")
     gc.freeze()  # else each collection in a fork looks at all of torch, and copies its memory
+    return ""
+
+
+def _early() -> list[str]:
+    return [name for name in _KEPT_OUT if name in sys.modules]
 
 
 def become(run: Mapping[str, Any], output: Path) -> None:
@@ -138,4 +154,4 @@ def _path_of(variables: Mapping[str, str]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), *sys.argv[3:])

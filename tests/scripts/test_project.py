@@ -31,7 +31,7 @@ def test_no_release(text: str) -> None:
     assert "0.20.2" in caught.value.expected
 
 
-@pytest.mark.parametrize("text", ["0.25.0", "v0.25"])
+@pytest.mark.parametrize("text", ["0.34.0", "v0.34"])
 def test_a_release_that_is_not_supported_can_be_carried_to(text: str) -> None:
     with pytest.raises(UnknownReleaseError) as caught:
         supported_release(text)

@@ -24,7 +24,7 @@ def test_a_release_that_is_not_carried_or_not_pinned_is_none() -> None:
     with pytest.raises(NotLockedError):
         Target.of("0.17.1")
     with pytest.raises(NotCarriedError):
-        Target.of("0.19.0")
+        Target.of("0.24.0")
 
 
 def test_its_wheel_is_that_of_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:

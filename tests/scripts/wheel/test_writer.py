@@ -289,12 +289,20 @@ PATHS = st.lists(
 ).map("/".join)
 
 
+def no_file_is_a_folder(files: dict[str, bytes]) -> bool:
+    return not any(other.startswith(f"{name}/") for name in files for other in files)
+
+
 @settings(
     max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(
-    files=st.dictionaries(PATHS.map("vllm/{}".format), st.binary(max_size=300), max_size=12),
-    added=st.dictionaries(PATHS.map("vllm_overlay/{}".format), st.binary(max_size=50), max_size=3),
+    files=st.dictionaries(PATHS.map("vllm/{}".format), st.binary(max_size=300), max_size=12).filter(
+        no_file_is_a_folder
+    ),
+    added=st.dictionaries(
+        PATHS.map("vllm_overlay/{}".format), st.binary(max_size=50), max_size=3
+    ).filter(no_file_is_a_folder),
     streamed=st.booleans(),
     zip64=st.booleans(),
     data=st.data(),
