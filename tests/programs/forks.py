@@ -66,7 +66,8 @@ def main(folder: Path, at_once: int, *left_out: str) -> None:
     culprit = share(left_out)
     if culprit:  # some releases of transformers bring anyio; nothing can be un-imported
         words = (str(folder), str(at_once), *left_out, culprit)
-        os.execv(sys.executable, [sys.executable, "-m", "tests.programs.forks", *words])
+        again = [sys.executable, "-m", "tests.programs.forks", *words]
+        os.execv(sys.executable, again)  # noqa: S606 - itself
     waiting = list(enumerate(runs))
     running: dict[int, tuple[int, float]] = {}
     while waiting or running:

@@ -80,7 +80,7 @@ def test_what_carries_is_a_commit_and_what_does_not_is_a_table(
         "carry/0.20.3",
     )
     changed = git(checkout.folder, "diff", "--name-only", "main", "carry/0.20.3").split()
-    assert {"patches/upstream.lock", "pyproject.toml", "README.md"} <= set(changed)
+    assert {"patches/upstream.lock", "pyproject.toml", "docs/fixes.md"} <= set(changed)
     assert "records/proofs/0.20.3.json" in changed
     assert not [name for name in changed if name.startswith((".nox", ".work", "dist"))]
     declared = git(checkout.folder, "show", "carry/0.20.3:pyproject.toml")

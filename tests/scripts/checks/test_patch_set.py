@@ -92,8 +92,11 @@ def test_all_faults_are_found_in_one_run(checkout: Checkout) -> None:
     one, two = (checkout.patches / f"{n}-a-name" / "0.20.2.patch" for n in (1, 2))
     change(two, "+    return work1(x)\n", "+    return x * 9\n")
     change(two, "Serves: 0.20.2\n", "Serves: 0.20.2, 0.21.0\n")
-    change(one, "+from vllm_overlay", "+from vllm.gone import x\n+from vllm_overlay")
-    change(one, ",8 @@", ",9 @@")
+    change(
+        one,
+        "_sync_engine_id_across_tp\n+\n",
+        "_sync_engine_id_across_tp\n+from vllm.gone import x\n",
+    )
     write(checkout.patches, {"3-lost/0.20.2.patch": ""})
     change(checkout.folder / "CHANGELOG.md", "- 2: that\n", "- 12: that\n")
     change(checkout.folder / "README.md", "| fix |", "| Fix |")
