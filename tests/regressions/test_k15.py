@@ -105,7 +105,12 @@ def actors(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     made: list[Any] = []
     ray = mock.MagicMock()
     actor = ray.remote.return_value.options.return_value
-    actor.remote.side_effect = lambda **kwargs: made.append(kwargs["vllm_config"]) or mock.Mock()
+
+    def make(**kwargs: Any) -> mock.Mock:  # noqa: ANN401 - whatever an actor takes
+        made.append(kwargs["vllm_config"])
+        return mock.Mock()
+
+    actor.remote.side_effect = make
     monkeypatch.setitem(sys.modules, "ray", ray)
     for name in ("runtime_env", "util", "util.scheduling_strategies"):
         monkeypatch.setitem(sys.modules, f"ray.{name}", mock.MagicMock())

@@ -22,8 +22,10 @@ from vllm_overlay.v1.engine.admission import current_exchange
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
     from vllm.entrypoints.pooling.typing import AnyPoolingRequest
-    from vllm.entrypoints.serve.engine.protocol import ErrorResponse
     from vllm.entrypoints.serve.engine.typing import AnyRequest
+
+ErrorResponse = Any
+"""vLLM's own; 0.29.0 moved it to another module."""
 
 
 def leaves_to_route(

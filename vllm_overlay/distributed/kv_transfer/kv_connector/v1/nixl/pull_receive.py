@@ -62,21 +62,22 @@ class TakesReceives(NixlBaseConnectorWorker):
         return super().get_block_ids_with_load_errors()
 
 
-def start_ready(worker: _Worker, req_id: ReqId, meta: ReqMeta) -> None:
-    """Start a receive whose handshake has ended; shake hands again where it must.
+def start_ready(worker: _Worker) -> None:
+    """Start the receives whose handshakes have ended; shake hands again where it must.
 
     A handshake is known to have ended before its agents are entered: for that its thread needs a
     lock that the main thread may hold. One that gets here in between waits for the next step, so a
     step takes no more than there were. And an engine may be evicted before its blocks are read.
     """
-    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-    engine_id = meta.remote.engine_id
-    if engine_id in worker._remote_agents:
-        worker._receives.start(req_id, meta)
-    elif engine_id in worker._handshake_futures:
-        worker._ready_requests.put((req_id, meta))
-    else:
-        worker._background_nixl_handshake(req_id, engine_id, meta)
+    for _ in range(worker._ready_requests.qsize()):
+        req_id, meta = worker._ready_requests.get_nowait()
+        engine_id = meta.remote.engine_id
+        if engine_id in worker._remote_agents:
+            worker._receives.start(req_id, meta)
+        elif engine_id in worker._handshake_futures:
+            worker._ready_requests.put((req_id, meta))
+        else:
+            worker._background_nixl_handshake(req_id, engine_id, meta)
 
 
 # ---------------------------------------------------------------- K09
