@@ -18,7 +18,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         ReqId,
-        ReqMeta,
         TransferHandle,
     )
 

@@ -32,7 +32,7 @@ class Derived(NixlPushConnectorWorker):
         (SimpleNamespace(_TRANSFER_MODE="push"), False),
     ],
 )
-def test_who_pulls(part: Any, pulls: bool) -> None:
+def test_who_pulls(part: object, pulls: bool) -> None:
     assert older.pulls(part) is pulls
 
 
