@@ -1,0 +1,86 @@
+"""`nox -s simulate -- [RELEASE...] [--side SIDE]`: P and D as wholes, on a clock that we turn.
+
+Plays random histories of prefill and decode engines: the release's own scheduler, NIXL connector
+scheduler and workers, over a stand-in for NIXL with memory, and one for the model that writes into
+the cache what identifies a prompt. Clients come and leave, reads are slow or fail, notifications
+are late, engines restart. docs/simulation.md says what is checked after every step, what has been
+found, and what is not simulated.
+
+What is found is shrunk and printed as a timeline. What a patched build shows and stock does not, in
+the same history, is a fault; what both show is open, and named.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+from rich.markup import escape
+from rich.table import Table
+
+from scripts.project import project, supported_release
+from scripts.prove.simulation import SIDES, Side, simulate
+from scripts.system.console import entry, err, out
+from scripts.system.errors import CheckFailedError
+
+
+def main() -> None:
+    """Play histories on the releases that the command line names, or on the default one."""
+    parser = argparse.ArgumentParser(
+        prog="nox -s simulate --",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("release", nargs="*", default=[project().default_release])
+    parser.add_argument("--side", choices=SIDES, help="stock or patched alone, not both")
+    parser.add_argument("--steps", type=int, default=20_000, help="events on each side")
+    parser.add_argument("--seed", default="0", help="other histories for another one")
+    parser.add_argument(
+        "--profile", action="append", default=[], help="what may happen; all profiles in turn"
+    )
+    parser.add_argument("--history", help="this one only, by the seed that was printed")
+    parser.add_argument("--first", help="end a side when it shows something like this (regex)")
+    parser.add_argument("--timelines", action="store_true", help="print those of stock as well")
+    options = parser.parse_args()
+    words = ["--steps", str(options.steps), "--seed", options.seed]
+    for profile in options.profile:
+        words += ["--profile", profile]
+    if options.history:
+        words += ["--history", options.history]
+    if options.first:
+        words += ["--first", options.first]
+    faults: list[str] = []
+    for release in map(supported_release, options.release):
+        sides = simulate(release, [options.side] if options.side else SIDES, words)
+        for side in sides:
+            out.print(_table(release, side))
+            for label, row in side.findings.items():
+                if options.timelines or label in side.own:
+                    err.print(f"\n{release}, {side.name}: {label}", markup=False)
+                    err.print(f"{row['setting']}\n{row['timeline']}", markup=False, soft_wrap=True)
+            faults += [f"{release}: {label}" for label in side.own]
+    if faults:
+        raise CheckFailedError(
+            f"a patched build does what stock does not: {'; '.join(faults)}",
+            expected="nothing that the same history does not show on stock",
+            next_step="read the timelines above; reports/ has the shrunk histories",
+        )
+
+
+def _table(release: str, side: Side) -> Table:
+    speed = side.steps / side.seconds if side.seconds else 0
+    title = (
+        f"{release}, {side.name}: {side.steps} steps in {side.histories} histories, "
+        f"{side.seconds:.0f} s ({speed:.0f}/s)"
+    )
+    table = Table("found", "times", "after steps", "history", "shrunk to", "stock", title=title)
+    for label, row in side.findings.items():
+        there = "" if label not in side.elsewhere else "the same"
+        if label in side.own:
+            there = side.elsewhere[label] or "nothing"
+        values = (side.times[label], row["steps"], row["seed"], f"{len(row['shrunk'])} events")
+        table.add_row(*map(escape, (label, *map(str, values), there)))
+    return table
+
+
+if __name__ == "__main__":
+    entry(main)

@@ -1,0 +1,304 @@
+"""Histories from a seed: engines of random shapes, and events that make sense where they stand."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+from tests.simulation.checks import FoundError, settle
+from tests.simulation.engine import Shape
+from tests.simulation.world import Event, Setting, Stage, World
+from tests.support.nixl_worker import GroupKind
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What may happen in a history, and how often.
+
+    Attributes:
+        events: how many events, before everything is let come to its end.
+        jobs: how many requests of clients at most.
+        weights: of each kind of event; one without a weight does not happen.
+        times: seconds that may pass at once.
+        ranks: pairs of tensor-parallel sizes of P and D.
+        engines: pairs of how many P and how many D there may be.
+        groups, mla, asynchronous, policies, lookahead, nodes, edge: see `Shape`, each one of these.
+        blocks: the smallest and the largest cache; `p_blocks` those of P, if they differ.
+        lengths: tokens of the shortest and the longest prompt.
+        readers: into how many requests D's API server may make one.
+        refusals: calls that NIXL may refuse.
+    """
+
+    events: int = 70
+    jobs: int = 6
+    weights: Mapping[str, float] = field(default_factory=dict)
+    times: tuple[float, ...] = (0.01, 0.2, 1.0)
+    ranks: tuple[tuple[int, int], ...] = ((1, 1),)
+    engines: tuple[tuple[int, int], ...] = ((1, 1),)
+    groups: tuple[tuple[GroupKind, ...], ...] = (("full",),)
+    mla: tuple[bool, ...] = (False,)
+    asynchronous: tuple[bool, ...] = (False,)
+    policies: tuple[str, ...] = ("recompute",)
+    lookahead: tuple[int, ...] = (0,)
+    nodes: tuple[int, ...] = (1,)
+    edge: tuple[bool, ...] = (False,)
+    blocks: tuple[int, int] = (14, 24)
+    p_blocks: tuple[int, int] | None = None
+    lengths: tuple[int, int] = (1, 30)
+    readers: tuple[int, ...] = (1,)
+    refusals: tuple[str, ...] = ()
+
+
+QUIET: Mapping[str, float] = {
+    "ask": 3,
+    "forward": 4,
+    "tick": 12,
+    "model": 2,
+    "job": 3,
+    "move": 6,
+    "deliver": 4,
+    "time": 1,
+}
+"""Clients ask and get answers; nothing goes wrong, but everything may take its time."""
+
+
+def _profile(more: Mapping[str, float] | None = None, **changes: Any) -> Profile:  # noqa: ANN401
+    return Profile(weights={**QUIET, **(more or {})}, **changes)
+
+
+_RANKS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (1, 4))
+
+PROFILES: Mapping[str, Profile] = {
+    "quiet": _profile(),
+    "clients": _profile({"abort": 1.5, "reject": 1, "drop": 0.3}, policies=("recompute", "fail")),
+    "reads": _profile({"fail": 1.5, "abort": 0.7}, policies=("recompute", "fail")),
+    "hybrid": _profile(
+        {"fail": 1.5, "abort": 0.3},
+        groups=(("full", "sliding"),),
+        policies=("recompute", "fail"),
+        blocks=(28, 40),
+    ),
+    "window": _profile(groups=(("full", "sliding"),), edge=(True,), blocks=(28, 40)),
+    "ranks": _profile({"fail": 0.7, "abort": 0.7}, ranks=_RANKS[2:]),
+    "latent": _profile({"abort": 0.3}, mla=(True,), ranks=((2, 1), (4, 1), (4, 2), (2, 2))),
+    "readers": _profile(readers=(1, 2)),
+    "handshakes": _profile(
+        {"job_breaks": 3, "abort": 3},
+        engines=((1, 1), (2, 1)),
+        groups=(("full",), ("full", "sliding")),
+        blocks=(28, 40),
+    ),
+    "nodes": _profile({"drop": 0.5}, nodes=(2,), ranks=((2, 2), (2, 1))),
+    "leases": _profile(
+        {"time": 4, "drop": 1, "move": 1, "deliver": 8, "ask": 4, "tick": 16},
+        times=(0.2, 4.0, 9.0),
+        events=120,
+        blocks=(30, 40),
+    ),
+    "async": _profile(
+        {"abort": 4, "ask": 4, "plain": 4, "forward": 10, "tick": 25, "job": 10, "move": 12},
+        asynchronous=(True,),
+        blocks=(11, 13),
+        p_blocks=(60, 80),
+        lengths=(14, 30),
+        jobs=25,
+        events=250,
+    ),
+    "full": _profile(
+        {"ask": 6, "forward": 8, "plain": 4, "tick": 20, "job": 8, "move": 10},
+        asynchronous=(False, True),
+        blocks=(11, 14),
+        p_blocks=(60, 80),
+        jobs=10,
+        events=120,
+    ),
+    "crowded": _profile(
+        {"ask": 5, "plain": 5, "model": 1},
+        asynchronous=(False, True),
+        blocks=(11, 14),
+        jobs=12,
+        events=120,
+    ),
+    "lookahead": _profile(lookahead=(2, 3)),
+    "restarts": _profile(
+        {"cut": 0.4, "mend": 1, "restart": 0.4, "abort": 0.5},
+        engines=((1, 1), (2, 1), (1, 2)),
+        policies=("recompute", "fail"),
+    ),
+    "refusals": _profile(
+        {"refuse": 1.5, "fail": 0.5, "abort": 0.5},
+        refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
+    ),
+    "all": _profile(
+        {
+            "abort": 1,
+            "reject": 0.4,
+            "drop": 0.2,
+            "fail": 0.4,
+            "job_breaks": 0.3,
+            "cut": 0.1,
+            "mend": 1,
+            "restart": 0.08,
+            "refuse": 0.1,
+            "plain": 0.3,
+        },
+        jobs=9,
+        events=100,
+        ranks=_RANKS,
+        engines=((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)),
+        mla=(False, False, True),
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        readers=(1, 1, 1, 2),
+        refusals=("send_notif", "transfer", "make_prepped_xfer"),
+    ),
+}
+
+
+def setting_of(profile: Profile, chance: Random) -> Setting:
+    """Engines of a random shape."""
+    p_ranks, d_ranks = chance.choice(profile.ranks)
+    p_count, d_count = chance.choice(profile.engines)
+    groups = chance.choice(profile.groups)
+    mla = chance.choice(profile.mla) and len(groups) == 1
+    lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
+
+    def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
+        return Shape(
+            ranks=ranks,
+            nodes=min(ranks, chance.choice(profile.nodes)),
+            blocks=chance.randint(*blocks) + (2 if lookahead else 0),
+            budget=chance.choice((8, 16, 64)),
+            seqs=chance.choice((2, 4, 8)),
+            groups=groups,
+            mla=mla,
+            asynchronous=chance.choice(profile.asynchronous),
+            policy=chance.choice(profile.policies),
+            lookahead=lookahead,
+            edge=edge,
+        )
+
+    return Setting(
+        tuple(shape(p_ranks, profile.p_blocks or profile.blocks) for _ in range(p_count)),
+        tuple(shape(d_ranks, profile.blocks) for _ in range(d_count)),
+    )
+
+
+@dataclass
+class Played:
+    """A history, as far as it came.
+
+    Attributes:
+        events: its own, without those that let everything come to its end.
+        found: what was wrong; None if nothing was.
+        world: where it was played.
+    """
+
+    events: list[Event]
+    found: FoundError | None
+    world: World
+
+
+def play(setting: Setting, stage: Stage, events: Iterator[Event] | list[Event]) -> Played:
+    """Let events happen one after the other, and then everything come to its end."""
+    return _play(World(setting, stage), iter(events))
+
+
+def play_random(profile: Profile, stage: Stage, seed: str) -> Played:
+    """Play a history of a seed."""
+    chance = Random(seed)  # noqa: S311 - repeatable is what it has to be
+    world = World(setting_of(profile, chance), stage)
+    return _play(world, choose(profile, chance, world))
+
+
+def _play(world: World, events: Iterator[Event]) -> Played:
+    happened: list[Event] = []
+    found = None
+    try:
+        for event in events:
+            happened.append(event)
+            world.apply(event)
+        world.note("router", "-- all that is under way comes to its end --")
+        settle(world)
+    except FoundError as error:
+        found = error
+        world.note("router", f"!! {error}")
+    world.close()
+    return Played(happened, found, world)
+
+
+def choose(profile: Profile, chance: Random, world: World) -> Iterator[Event]:
+    """Yield random events, each of which makes sense in the world as it is then."""
+    for _ in range(profile.events):
+        possible = list(_possible(profile, chance, world))
+        by_kind: dict[str, list[Event]] = {}
+        for event in possible:
+            by_kind.setdefault(event[0], []).append(event)
+        kinds = [kind for kind in by_kind if profile.weights.get(kind)]
+        (kind,) = chance.choices(kinds, [profile.weights[kind] for kind in kinds])
+        yield chance.choice(by_kind[kind])
+
+
+def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]:
+    p_names = [name for name in world.engines if name[0] == "P"]
+    d_names = [name for name in world.engines if name[0] == "D"]
+    if len(world.jobs) < profile.jobs:
+        family, shared = chance.randrange(2), chance.choice((0, 4, 8, 13, 40))
+        length, tokens = chance.randint(*profile.lengths), chance.randint(1, 8)
+        what = family, shared, length, tokens
+        yield "ask", len(world.jobs), chance.choice(p_names), *what
+        yield "plain", len(world.jobs), chance.choice((*p_names, *d_names)), *what
+    for number, job in world.jobs.items():
+        if not job.answered and not job.dropped:
+            yield "abort", number, "P"
+        elif job.at_router:
+            yield "forward", number, chance.choice(d_names), chance.choice(profile.readers)
+            yield "reject", number, chance.choice(d_names)
+            yield "drop", number
+        elif not job.over:
+            yield "abort", number, "D"
+    for name, engine in world.engines.items():
+        yield "tick", name
+        if any(step.tokens is None for step in engine.steps):
+            yield "model", name
+    for jobs in world.executors:
+        if len(jobs):
+            yield "job", *jobs.place
+            yield "job_breaks", *jobs.place
+    for read in world.wire.reads:
+        number, rank = read.tag["number"], read.reader.place.rank
+        rest = len(read.pairs) - read.copied
+        yield "move", number, rank, chance.choice((rest, max(1, rest // 2), max(1, rest // 5)))
+        yield "fail", number, rank
+    for channel in world.wire.channels:
+        yield "deliver", *channel
+    yield "time", chance.choice(profile.times)
+    p, d = chance.choice(p_names), chance.choice(d_names)
+    yield "cut", p, d
+    yield "restart", chance.choice((p, d)), chance.random() < 0.5
+    for pair in world.wire.cut:
+        yield "mend", *sorted(pair)
+    for call in profile.refusals:
+        yield "refuse", d, call
+
+
+def described(setting: Setting) -> str:
+    """The engines in a line each: what differs from the defaults."""
+    plain = Shape()
+
+    def one(name: str, shape: Shape) -> str:
+        said = [
+            f"{f.name}={getattr(shape, f.name)}"
+            for f in dataclasses.fields(Shape)
+            if getattr(shape, f.name) != getattr(plain, f.name)
+        ]
+        return f"{name}: {', '.join(said) or 'as by default'}"
+
+    return "\n".join(
+        one(f"{role}{i}", shape)
+        for role, shapes in (("P", setting.prefill), ("D", setting.decode))
+        for i, shape in enumerate(shapes)
+    )
