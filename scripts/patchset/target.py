@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import platform
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from scripts.patchset.choice import label, only, without
 from scripts.patchset.patch import Patch
+from scripts.patchset.registry import Registry
 from scripts.patchset.series import Series, load_series
 from scripts.project import supported_release
 from scripts.upstream.index import fetch
@@ -16,10 +19,17 @@ from scripts.upstream.tree import read_source, release_tree
 
 @dataclass(frozen=True)
 class Target:
-    """A pinned release that the fixes were carried to; files are fetched when asked for."""
+    """A pinned release that the fixes were carried to; files are fetched when asked for.
+
+    Attributes:
+        locked: its files.
+        series: the fixes: all that there are for it, or what was chosen of them.
+        choice: what versions say of a choice, as in `without.k10`; empty for all.
+    """
 
     locked: LockedRelease
     series: Series
+    choice: str = ""
 
     @classmethod
     def of(cls, release: str) -> Target:
@@ -40,6 +50,25 @@ class Target:
             UnknownReleaseError: kvfix supports no such release. And what `of` raises.
         """
         return cls.of(supported_release(text))
+
+    def having(self, ids: Collection[str], registry: Registry) -> Target:
+        """Return the same release with the fixes `ids` alone, and what they depend on.
+
+        Raises:
+            UsageError: One is not a fix for it.
+        """
+        return self._chosen(only(self.series, ids, registry), registry)
+
+    def lacking(self, ids: Collection[str], registry: Registry) -> Target:
+        """Return the same release with all fixes but `ids`.
+
+        Raises:
+            UsageError: One is not a fix for it, or another one depends on it.
+        """
+        return self._chosen(without(self.series, ids, registry), registry)
+
+    def _chosen(self, series: Series, registry: Registry) -> Target:
+        return replace(self, series=series, choice=label(series, self.series, registry))
 
     @property
     def release(self) -> str:

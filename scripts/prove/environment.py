@@ -92,7 +92,8 @@ class Environment:
         if stamp.is_file() and stamp.read_text() == key:
             return
         shutil.rmtree(folder, ignore_errors=True)
-        run([*installer(self.python), "--no-deps", "--target", folder, *packages], timeout=timeout)
+        install = installer(self.python, cached=False)
+        run([*install, "--no-deps", "--target", folder, *packages], timeout=timeout)
         stamp.write_text(key)
 
     def beside(self, name: str, wheel: Path) -> Path:
@@ -104,7 +105,7 @@ class Environment:
     def install(self, wheel: Path) -> None:
         """Exchange the installed vLLM for `wheel`; nothing else changes."""
         again = "--reinstall" if shutil.which("uv") else "--force-reinstall"
-        run([*installer(self.python), "--no-deps", again, wheel], timeout=3600)
+        run([*installer(self.python, cached=False), "--no-deps", again, wheel], timeout=3600)
 
     def variables(self, shadow: Path | None) -> dict[str, str]:
         """Return the variables under which our tests, and the `vllm` of `shadow`, are imported.
@@ -183,10 +184,14 @@ def make_venv(folder: Path) -> None:
         run([sys.executable, "-m", "venv", folder])
 
 
-def installer(python: Path) -> list[str | Path]:
-    """Return the command that installs what is appended to it for `python`."""
+def installer(python: Path, *, cached: bool = True) -> list[str | Path]:
+    """Return the command that installs what is appended to it for `python`.
+
+    uv keeps a wheel's files in the user's cache, 1 GB for each that is patched, and for good.
+    """
     if uv := shutil.which("uv"):
-        return [uv, "pip", "install", "--quiet", "--python", python]
+        no_cache = () if cached else ("--no-cache",)
+        return [uv, "pip", "install", "--quiet", *no_cache, "--python", python]
     return [python, "-m", "pip", "install", "--quiet"]
 
 

@@ -174,7 +174,8 @@ def _unlike(fix: str, side: str, outcomes: Outcomes, expected: str, release: str
         yield f"{fix}, {side}: no test ran"
     for node, outcome in outcomes.items():
         if outcome.result != expected:
-            where = f" ({outcome.place}: {outcome.message})" if outcome.place else ""
+            seen = ": ".join(filter(None, (outcome.place, outcome.message)))
+            where = f" ({seen})" if seen else ""
             said = f"{fix}, {side}: {node} {outcome.result}, expected {expected}{where}"
             if outcome.raised == "harness":
                 said += (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -48,6 +49,10 @@ class State(str, Enum):
     UPSTREAM = "upstream since"  # an earlier release has the defect, this one does not
     OPEN = "open"  # affected, and without a patch
     UNPROVEN = "unproven"
+
+
+HAVING = (State.OPEN, State.PATCHED)
+"""The states of a release that has the defect, patched or not."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +123,37 @@ def all_cells(
     cells: dict[str, dict[str, Cell]] = {}
     affected: set[str] = set()
     for release in sorted(load_lock(), key=Version):
-        recorded = proofs(release)
-        cells[release] = {}
-        for fix in registry.fixes.values():
-            cell = _proven(fix, release, recorded, fix.id in affected)
-            if cell is None:
-                key = _hint_inputs(fix, release, registry, fix.id in affected)
-                known = previous.get(release, {}).get(fix.id)
-                cell = known if known and known.inputs == key else None
-                cell = cell or _hint(fix, release, registry, fix.id in affected, key)
-            cells[release][fix.id] = cell
-            if cell.state in (State.OPEN, State.PATCHED):
-                affected.add(fix.id)
+        row = release_cells(release, registry, previous.get(release, {}), affected)
+        cells[release] = row
+        affected.update(fix_id for fix_id, cell in row.items() if cell.state in HAVING)
+    return cells
+
+
+def release_cells(
+    release: str,
+    registry: Registry,
+    previous: Mapping[str, Cell],
+    affected: Collection[str] = (),
+) -> dict[str, Cell]:
+    """Return the cells of one release, by fix.
+
+    Args:
+        release: In its normal form.
+        registry: The fixes.
+        previous: Earlier cells of it, taken where nothing that went in has changed.
+        affected: The fixes whose defect an earlier release has. It sets `UPSTREAM` apart from
+            `NOT_AFFECTED`, and nothing else.
+    """
+    recorded, cells = proofs(release), {}
+    for fix in registry.fixes.values():
+        earlier = fix.id in affected
+        cell = _proven(fix, release, recorded, earlier)
+        if cell is None:
+            key = _hint_inputs(fix, release, registry, earlier)
+            known = previous.get(fix.id)
+            cell = known if known and known.inputs == key else None
+            cell = cell or _hint(fix, release, registry, earlier, key)
+        cells[fix.id] = cell
     return cells
 
 

@@ -17,7 +17,7 @@ from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
 from scripts.project import PATCHES, read_toml
-from scripts.system.errors import NotLockedError, RegistryError
+from scripts.system.errors import NotLockedError, RegistryError, UnknownReleaseError
 
 DISTRIBUTION = "vllm"
 LOCK = PATCHES / "upstream.lock"
@@ -152,6 +152,23 @@ def read_release(path: Path, name: str, files: dict[str, Any]) -> LockedRelease:
 def is_sdist(file: str) -> bool:
     """Whether the name `file` is that of a source archive."""
     return file.endswith(".tar.gz")
+
+
+def pinned_release(text: str) -> str:
+    """Return the pinned release that a command line names, in its normal form.
+
+    Raises:
+        UnknownReleaseError: None is called so.
+    """
+    version = final_version(text)
+    if version is not None and str(version) in load_lock():
+        return str(version)
+    raise UnknownReleaseError(
+        f"{text!r} is not a pinned vLLM release",
+        expected=f"one of {', '.join(load_lock())}",
+        next_step="give one of these"
+        + (f", or pin it first: nox -s lock -- {version}" if version else ""),
+    )
 
 
 def final_version(text: str) -> Version | None:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from shlex import quote
+
+from packaging.version import Version
 
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import DIST
-from scripts.system.errors import TouchedFileDiffersError, UsageError
+from scripts.system.errors import TouchedFileDiffersError, UsageError, WrongReleaseError
 from scripts.system.files import sha256, sweep
+from scripts.upstream.lock import final_version
+from scripts.upstream.tree import read_source
 from scripts.wheel.plan import Plan, plan_wheel
 from scripts.wheel.reader import WheelReader
 from scripts.wheel.writer import first_difference, write_wheel
@@ -26,7 +31,7 @@ def build_wheel(
         CheckFailedError: The wheel that was written is not as it should be; it is removed.
     """
     with WheelReader(source_path) as source:
-        plan = plan_wheel(source, source_sha256, target.release, target.patches, registry)
+        plan = plan_wheel(source, source_sha256, target, registry)
         wheel = folder / plan.file_name
         if wheel.is_file() and _is_done(source, wheel, plan):
             sweep(wheel)
@@ -58,7 +63,21 @@ def patched_wheel(release: str) -> Path:
 
 
 def own_wheel(target: Target, path: Path) -> tuple[Path, str]:
-    """Check that the user's own build has the release's files wherever the series touches it."""
+    """Check that the user's own build has the release's files wherever the series touches it.
+
+    Any build has: for another platform, with a local version, or a nightly one of the release's
+    branch, whose version no release has.
+
+    Returns:
+        The build, and its sha256.
+
+    Raises:
+        UsageError: There is no such file.
+        WrongReleaseError: It is another release.
+        TouchedFileDiffersError: It is a build of other sources.
+        AlreadyPatchedError: It carries kvfix.
+        BrokenWheelError: It is no sound wheel.
+    """
     if not path.is_file():
         raise UsageError(
             f"there is no file {path}",
@@ -69,19 +88,37 @@ def own_wheel(target: Target, path: Path) -> tuple[Path, str]:
     if digest in target.locked.hashes().values():
         return path, digest
     with WheelReader(path) as wheel:
-        wheel.require_stock(target.release)
+        wheel.require_unpatched()
+        public = wheel.version.public
+        if final_version(public) not in (None, Version(target.release)):
+            raise WrongReleaseError(
+                f"{wheel.name} is release {public}",
+                expected=f"a build of {target.release}",
+                next_step="name its own release: nox -s apply -- "
+                f"{public} --wheel {quote(str(path))}",
+            )
         touched = {name: None for patch in target.patches for name in patch.files}
-        differing = [
-            name
-            for name in touched
-            if name not in wheel.names or wheel.read(name) != target.read(name).encode()
-        ]
+        differing = [*filter(None, (difference(wheel, target.release, name) for name in touched))]
     if differing:
         raise TouchedFileDiffersError(
             f"{path.name} has other text than vLLM {target.release} in "
-            f"{len(differing)} of the files that the series changes: {', '.join(differing)}",
+            f"{len(differing)} of the {len(touched)} files that the series changes: "
+            f"{', '.join(differing)}",
             expected="each of them byte for byte as released",
             next_step="patch the sources it is built from: "
             f"nox -s apply -- {target.release} --tree DIR",
         )
     return path, digest
+
+
+def difference(wheel: WheelReader, release: str, name: str) -> str:
+    """Return the name of a file and how it differs from the release's; empty where it does not."""
+    if name not in wheel.names:
+        return f"{name} (is missing)"
+    found, released = wheel.read(name), read_source(release, name).encode()
+    if found == released:
+        return ""
+    ours, theirs = found.splitlines(), released.splitlines()
+    pairs = enumerate(zip(ours, theirs, strict=False), 1)
+    line = next((n for n, (one, other) in pairs if one != other), min(len(ours), len(theirs)) + 1)
+    return f"{name} (from line {line} on, {len(ours)} lines for {len(theirs)})"

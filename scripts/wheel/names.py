@@ -76,11 +76,12 @@ def _escaped(distribution: str) -> str:
     return canonicalize_name(distribution).replace("-", "_")
 
 
-def patched_version(source: Version, patch_set: str) -> Version:
+def patched_version(source: Version, patch_set: str, choice: str = "") -> Version:
     """Return the version of `source` with the patch set `patch_set` in it.
 
     `0.20.2` becomes `0.20.2+kvfix.0.1.0`; an in-house build keeps its own local part in front:
-    `0.20.2+cu129` becomes `0.20.2+cu129.kvfix.0.1.0`.
+    `0.20.2+cu129` becomes `0.20.2+cu129.kvfix.0.1.0`. A `choice` of the fixes stands at the end:
+    `0.20.2+kvfix.0.1.0.without.k10`.
 
     Raises:
         AlreadyPatchedError: `source` is such a version itself.
@@ -92,12 +93,17 @@ def patched_version(source: Version, patch_set: str) -> Version:
             next_step="give the wheel that this one was made from",
         )
     local = f"{source.local}.{MARK}" if source.local else MARK
-    return Version(f"{source.public}+{local}.{patch_set}")
+    return Version(f"{source.public}+{local}.{patch_set}" + (f".{choice}" if choice else ""))
 
 
 def is_patched(version: Version) -> bool:
     """Whether `version` names a patched release."""
     return MARK in (version.local or "").split(".")
+
+
+def states_choice(version: Version) -> bool:
+    """Whether the patched `version` says that it holds some of the fixes only."""
+    return not {"only", "without"}.isdisjoint((version.local or "").split("."))
 
 
 def metadata_header(metadata: bytes, field: str) -> str:

@@ -11,7 +11,6 @@ import struct
 import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from shlex import quote
 from types import TracebackType
 from typing import BinaryIO, NamedTuple
 from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
@@ -20,12 +19,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from scripts.project import OVERLAY
-from scripts.system.errors import (
-    AlreadyPatchedError,
-    BrokenWheelError,
-    UsageError,
-    WrongReleaseError,
-)
+from scripts.system.errors import AlreadyPatchedError, BrokenWheelError, UsageError
 from scripts.wheel.names import WheelName, is_patched, metadata_header
 from scripts.wheel.sbom import SBOM_PATH
 from scripts.wheel.zip import (
@@ -192,12 +186,11 @@ class WheelReader:
         """Return the raw bytes of the file from `start` to `end`, or to where it ends."""
         return os.pread(self._file.fileno(), end - start, start)
 
-    def require_stock(self, release: str) -> None:
-        """Make sure that this is an unpatched build of `release`, with any local version.
+    def require_unpatched(self) -> None:
+        """Make sure that this build does not carry kvfix.
 
         Raises:
-            AlreadyPatchedError: It carries kvfix.
-            WrongReleaseError: It is another release.
+            AlreadyPatchedError: It does.
         """
         ours = (OVERLAY.name, f"{OVERLAY.name}.py", f"{self.dist_info}/{SBOM_PATH}")
         overlay = next(
@@ -207,15 +200,8 @@ class WheelReader:
             raise AlreadyPatchedError(
                 f"{self.name} is patched already: "
                 + (f"it holds {overlay}" if overlay else f"its version is {self.version}"),
-                expected=f"a stock build of {release}",
+                expected="a stock build",
                 next_step="give the wheel that this one was made from",
-            )
-        if Version(self.version.public) != Version(release):
-            raise WrongReleaseError(
-                f"{self.name} is release {self.version.public}",
-                expected=f"a build of {release}",
-                next_step="name its own release: nox -s apply -- "
-                f"{self.version.public} --wheel {quote(str(self.path))}",
             )
 
     def _open(self) -> None:

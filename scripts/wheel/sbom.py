@@ -18,6 +18,7 @@ from scripts.project import OVERLAY
 from scripts.system.errors import BrokenWheelError
 
 SBOM_PATH = "sboms/kvfix.cdx.json"  # within the metadata folder
+_RELEASE = "kvfix:release"
 
 FixKind = Literal["backport", "unofficial"]  # CycloneDX's words for a patch
 
@@ -37,10 +38,11 @@ class SbomFix:
 
 @dataclass(frozen=True)
 class Sbom:
-    """What a patched wheel says about itself."""
+    """What a patched wheel says about itself; `release` is the one whose fixes it has."""
 
     name: str
     version: str
+    release: str
     ancestor_name: str
     ancestor_version: str
     ancestor_sha256: str
@@ -52,9 +54,10 @@ def build_sbom(
     name: str,
     version: str,
     patch_set: str,
+    release: str,
     ancestor_name: str,
     ancestor_version: str,
-    ancestor_sha256: str,
+    ancestor_sha256: str | None,
     fixes: Sequence[SbomFix],
 ) -> bytes:
     """Return the document as JSON in UTF-8, CycloneDX 1.6, the same for the same arguments.
@@ -63,13 +66,15 @@ def build_sbom(
         name: The patched distribution.
         version: Its version.
         patch_set: The version of the patch set, and so of the overlay package inside.
+        release: The release whose fixes are inside; a nightly build has a version of its own.
         ancestor_name: The distribution that was patched.
         ancestor_version: Its version.
-        ancestor_sha256: Of the wheel that was patched, 64 hexadecimal digits.
+        ancestor_sha256: Of the wheel that was patched, 64 hexadecimal digits; None where what was
+            patched was installed, and from which wheel is not known.
         fixes: The fixes inside. The document lists them in an order of its own.
     """
     # Imported here: the library takes a sixth of a second, and reading a document needs none of it.
-    from cyclonedx.model import HashAlgorithm, HashType, XsUri
+    from cyclonedx.model import HashAlgorithm, HashType, Property, XsUri
     from cyclonedx.model.bom import Bom, BomMetaData
     from cyclonedx.model.component import (
         Component,
@@ -98,7 +103,9 @@ def build_sbom(
         version=ancestor_version,
         purl=purl(ancestor_name, ancestor_version),
         bom_ref=str(purl(ancestor_name, ancestor_version)),
-        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=ancestor_sha256)],
+        hashes=[HashType(alg=HashAlgorithm.SHA_256, content=ancestor_sha256)]
+        if ancestor_sha256
+        else None,
     )
     overlay = Component(
         type=ComponentType.LIBRARY,
@@ -114,6 +121,7 @@ def build_sbom(
         purl=purl(name, version),
         bom_ref=str(purl(name, version)),
         components=[overlay],
+        properties=[Property(name=_RELEASE, value=release)],
         pedigree=Pedigree(ancestors=[ancestor], patches=[patch(fix) for fix in fixes]),
     )
     bom = Bom(metadata=BomMetaData(component=patched))
@@ -136,9 +144,11 @@ def read_sbom(data: bytes) -> Sbom:
         component = json.loads(data)["metadata"]["component"]
         (ancestor,) = component["pedigree"]["ancestors"]
         (digest,) = ancestor["hashes"]
+        (release,) = (p["value"] for p in component["properties"] if p["name"] == _RELEASE)
         return Sbom(
             name=component["name"],
             version=component["version"],
+            release=release,
             ancestor_name=ancestor["name"],
             ancestor_version=ancestor["version"],
             ancestor_sha256=digest["content"],

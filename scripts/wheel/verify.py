@@ -13,8 +13,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from shlex import quote
 
-from packaging.version import Version
-
 from scripts.patchset.registry import load_registry
 from scripts.patchset.target import Target
 from scripts.project import project
@@ -29,7 +27,7 @@ from scripts.system.errors import (
 from scripts.system.files import sha256
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import load_lock
-from scripts.wheel.names import dist_info_folder, is_patched, patched_version
+from scripts.wheel.names import dist_info_folder, is_patched, patched_version, states_choice
 from scripts.wheel.plan import plan_wheel
 from scripts.wheel.reader import WheelReader
 from scripts.wheel.record import verify_record
@@ -209,14 +207,15 @@ def verify(path: Path, given: Path | None, expected_members: ExpectedMembers) ->
         says = (sbom.name, sbom.version)
         if says != (patched.distribution, str(patched.version)):
             faults.append(f"{SBOM_PATH}: speaks of {says[0]} {says[1]}")
+    chosen = states_choice(patched.version)
     for fault in faults:
         err.print(fault, markup=False)
     if faults:
         raise CheckFailedError(
             f"{path.name} has {len(faults)} fault(s)",
             expected=f"{sbom.ancestor_name} {sbom.ancestor_version} with the series in it, no more",
-            next_step="do not deploy it; build it again: nox -s apply -- "
-            f"{Version(sbom.ancestor_version).public}"
+            next_step=f"do not deploy it; build it again: nox -s apply -- {sbom.release}"
+            + (f" --only {','.join(fix.id for fix in sbom.fixes)}" if chosen else "")
             + (f" --wheel {quote(str(given))}" if given else ""),
         )
     return sbom
@@ -228,14 +227,16 @@ def made_by_series(stock: WheelReader, sbom: Sbom) -> tuple[dict[str, bytes], di
     Raises:
         UsageError: The patched wheel carries another patch set than this checkout.
     """
-    version = str(patched_version(stock.version, project().version))
+    registry = load_registry()
+    whole = Target.named(sbom.release)
+    inside = {fix.id for fix in sbom.fixes}.intersection(whole.series.fix_ids)
+    target = whole.having(inside, registry)
+    version = str(patched_version(stock.version, project().version, target.choice))
     if sbom.version != version:
         raise UsageError(
             f"the wheel is {sbom.version}, this checkout makes {version}",
             expected="the checkout that the wheel was made with",
             next_step="check out the tag of that patch set, then verify again",
         )
-    target = Target.named(stock.version.public)
-    registry = load_registry()
-    plan = plan_wheel(stock, sbom.ancestor_sha256, target.release, target.patches, registry)
+    plan = plan_wheel(stock, sbom.ancestor_sha256, target, registry)
     return plan.replaced, plan.added

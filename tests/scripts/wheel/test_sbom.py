@@ -26,6 +26,7 @@ VALUES = {
     "name": "vllm",
     "version": "0.20.2+kvfix.0.1.0",
     "patch_set": "0.1.0",
+    "release": "0.20.2",
     "ancestor_name": "vllm",
     "ancestor_version": "0.20.2",
     "ancestor_sha256": SHA256,
@@ -80,7 +81,7 @@ def test_what_is_written_is_read_back() -> None:
     found = read_sbom(document())
     fixes = found.fixes
     assert sorted(fixes, key=lambda fix: fix.id) == sorted(FIXES, key=lambda fix: fix.id)
-    assert found == Sbom("vllm", "0.20.2+kvfix.0.1.0", "vllm", "0.20.2", SHA256, fixes)
+    assert found == Sbom("vllm", "0.20.2+kvfix.0.1.0", "0.20.2", "vllm", "0.20.2", SHA256, fixes)
     assert read_sbom(document(())).fixes == ()
 
 

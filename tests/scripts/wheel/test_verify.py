@@ -50,6 +50,7 @@ class Built:
                 name="vllm",
                 version="0.20.2+kvfix.0.1.0",
                 patch_set="0.1.0",
+                release="0.20.2",
                 ancestor_name="vllm",
                 ancestor_version="0.20.2",
                 ancestor_sha256=hashlib.sha256(self.stock.read_bytes()).hexdigest(),
@@ -337,12 +338,12 @@ def test_the_lock_is_asked_only_where_no_file_is_given(
 ) -> None:
     monkeypatch.setattr(verify_module, "load_lock", lambda: pytest.fail("asked"))
     digest = hashlib.sha256(built.stock.read_bytes()).hexdigest()
-    sbom = Sbom("vllm", "0.20.2+kvfix.0.1.0", "vllm", "0.20.2", digest, ())
+    sbom = Sbom("vllm", "0.20.2+kvfix.0.1.0", "0.20.2", "vllm", "0.20.2", digest, ())
     assert stock_wheel(sbom, built.stock) == built.stock
 
 
 def test_a_wheel_of_another_patch_set_needs_its_own_checkout(built: Built) -> None:
-    sbom = Sbom("vllm", "0.20.2+kvfix.0.0.7", "vllm", "0.20.2", "00" * 32, ())
+    sbom = Sbom("vllm", "0.20.2+kvfix.0.0.7", "0.20.2", "vllm", "0.20.2", "00" * 32, ())
     with (
         WheelReader(built.stock) as stock,
         pytest.raises(UsageError, match=r"the wheel is 0\.20\.2\+kvfix\.0\.0\.7, this checkout"),
