@@ -1,0 +1,292 @@
+"""The installer's code on a small vLLM that pip has installed: in, out, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from scripts.ship.runtime.install import check, install, take_out
+from scripts.ship.runtime.installed import find_site
+from scripts.ship.runtime.refusal import RefusalError
+from scripts.ship.runtime.switch import alone
+from scripts.wheel.record import record_row
+from tests.scripts.ship.environments import LOCAL, OVERLAY, bundle, copied, seen, stock_site
+from tests.scripts.wheels import SCRIPT, WORKER
+
+PATCHED = f"vllm-0.20.2+{LOCAL}.dist-info"
+STOCK = "vllm-0.20.2.dist-info"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return stock_site(tmp_path_factory.mktemp("made"))
+
+
+@pytest.fixture
+def site(made: Path, tmp_path: Path) -> Path:
+    return copied(made, tmp_path / "site")
+
+
+def record(site: Path, dist_info: str = PATCHED) -> list[list[str]]:
+    return [*csv.reader(io.StringIO((site / dist_info / "RECORD").read_text()))]
+
+
+class TestInstall:
+    def test_puts_in_what_it_holds(self, site: Path) -> None:
+        before = seen(site)
+        said = install(site, bundle())
+        assert f"is now 0.20.2+{LOCAL}: 3 files changed, 5 added, 1 fixes" in said
+        after = seen(site)
+        for path, data in bundle().files.items():
+            assert after[path][0] == data
+        assert after[SCRIPT][1] == before[SCRIPT][1]  # it can still be run
+        assert not (site / STOCK).exists()
+        assert not (site / ".kvfix").exists()
+        touched = {WORKER, SCRIPT, "vllm/_version.py"}
+        for path in before.keys() - touched:
+            if STOCK not in path and not path.endswith(".pyc"):
+                assert after[path] == before[path]
+
+    def test_states_its_version_wherever_one_is_stated(self, site: Path) -> None:
+        install(site, bundle())
+        metadata = (site / PATCHED / "METADATA").read_text()
+        assert f"\nVersion: 0.20.2+{LOCAL}\n" in metadata
+        assert "\nVersion: not this one\n" in metadata
+        code = "import vllm, importlib.metadata as m; print(vllm.__version__, m.version('vllm'))"
+        said = subprocess.check_output(
+            [sys.executable, "-I", "-c", f"import sys; sys.path[:0] = [{str(site)!r}]; {code}"],
+            text=True,
+        )
+        assert said.split() == [f"0.20.2+{LOCAL}"] * 2
+        sbom = json.loads((site / PATCHED / "sboms/kvfix.cdx.json").read_text())
+        component = sbom["metadata"]["component"]
+        assert component["version"] == f"0.20.2+{LOCAL}"
+        assert component["pedigree"]["ancestors"][0]["version"] == "0.20.2"
+        assert "hashes" not in component["pedigree"]["ancestors"][0]
+        assert {one["ref"] for one in sbom["dependencies"]} >= {component["bom-ref"]}
+
+    def test_leaves_a_record_of_every_file(self, site: Path) -> None:
+        before = record(site, STOCK)
+        install(site, bundle())
+        rows = record(site)
+        names = [row[0] for row in rows]
+        assert len(names) == len({*names})
+        assert names == sorted(names) or before != sorted(before)
+        script = {"../../bin/vllm"}  # where pip has it before --target
+        assert {*names} - script == {*seen(site)} - {"bin/vllm"}
+        for path, digest, size in rows:
+            if digest and path not in script:
+                assert (digest, size) == record_row((site / path).read_bytes())
+
+    def test_compiles_what_was_compiled(self, site: Path, tmp_path: Path) -> None:
+        install(site, bundle())
+        assert [*(site / "vllm_overlay/deep/er/__pycache__").iterdir()]
+        other = copied(site, tmp_path / "other")
+        take_out(other)
+        for path in other.rglob("*.pyc"):
+            path.unlink()
+        install(other, bundle())
+        assert not [*other.rglob("*.pyc")]
+
+    def test_again_changes_nothing(self, site: Path) -> None:
+        install(site, bundle())
+        before = seen(site)
+        assert install(site, bundle()).startswith("nothing has changed: ")
+        assert seen(site) == before
+
+    def test_keeps_the_local_part_of_a_build(self, tmp_path: Path) -> None:
+        site = stock_site(tmp_path, "0.20.2+cu129")
+        before = seen(site)
+        install(site, bundle())
+        assert (site / f"vllm-0.20.2+cu129.{LOCAL}.dist-info").is_dir()
+        assert f"(0, 20, 2, 'cu129.{LOCAL}')" in (site / "vllm/_version.py").read_text()
+        assert check(site, bundle()).startswith("patched: ")
+        take_out(site)
+        assert seen(site) == before
+
+    def test_writes_no_byte_that_others_share(self, site: Path, tmp_path: Path) -> None:
+        """What uv installs it links to its cache: the same file by two names."""
+        shared = shutil.copytree(site, tmp_path / "cache", copy_function=os.link)
+        before = seen(shared)
+        install(site, bundle())
+        assert seen(shared) == before
+        take_out(site)
+        assert seen(shared) == before
+
+
+class TestUndo:
+    def test_restores_every_byte_mode_and_date(self, site: Path) -> None:
+        before = seen(site)
+        install(site, bundle())
+        code = "import vllm, vllm.worker, vllm_overlay.deep.er.worker"
+        subprocess.run([sys.executable, "-c", code], cwd=site, check=True)  # leaves byte code
+        assert take_out(site).startswith("stock again: ")
+        assert seen(site) == before
+        assert not (site / "vllm_overlay").exists()
+        assert not (site / ".kvfix").exists()
+
+    def test_of_stock_is_nothing(self, site: Path) -> None:
+        assert take_out(site).startswith("nothing has changed: ")
+
+    def test_spares_what_somebody_has_changed_since(self, site: Path) -> None:
+        install(site, bundle())
+        (site / WORKER).write_text("ours")
+        before = seen(site)
+        with pytest.raises(RefusalError, match=f"{WORKER} in .* changed since"):
+            take_out(site)
+        assert seen(site) == before
+
+    def test_of_a_wheel_is_not_for_us(self, site: Path) -> None:
+        install(site, bundle())
+        (site / PATCHED / "kvfix-undo.zip").unlink()
+        with pytest.raises(RefusalError, match="no installer of this kind"):
+            take_out(site)
+
+    def test_from_a_broken_archive_is_refused(self, site: Path) -> None:
+        install(site, bundle())
+        (site / PATCHED / "kvfix-undo.zip").write_bytes(b"PK")
+        before = seen(site)
+        with pytest.raises(RefusalError, match="cannot be read"):
+            take_out(site)
+        assert seen(site) == before
+
+
+def _link_file(site: Path) -> None:
+    (site / WORKER).rename(site.parent / "elsewhere.py")
+    (site / WORKER).symlink_to(site.parent / "elsewhere.py")
+
+
+def _folder(site: Path) -> None:
+    (site / WORKER).unlink()
+    (site / WORKER).mkdir()
+
+
+def _link_folder(site: Path) -> None:
+    (site / "vllm").rename(site.parent / "elsewhere")
+    (site / "vllm").symlink_to(site.parent / "elsewhere")
+
+
+def _editable(site: Path) -> None:
+    (site / STOCK / "direct_url.json").write_text(
+        '{"url": "file:///x", "dir_info": {"editable": true}}'
+    )
+
+
+def _another_release(site: Path) -> None:
+    for name in ("METADATA", "RECORD"):
+        path = site / STOCK / name
+        path.write_text(path.read_text().replace("0.20.2", "0.21.0"))
+    (site / STOCK).rename(site / STOCK.replace("0.20.2", "0.21.0"))
+
+
+HOSTILE: dict[str, tuple[Callable[[Path], object], int, str]] = {
+    "a changed file": (
+        lambda site: (site / WORKER).write_bytes((site / WORKER).read_bytes() + b"#"),
+        17,
+        rf"1 files that are not the release's own:\n  {WORKER}: [0-9a-f]{{64}}, expected",
+    ),
+    "a missing file": (lambda site: (site / SCRIPT).unlink(), 17, f"{SCRIPT}: is missing"),
+    "a folder": (
+        _folder,
+        17,
+        f"{WORKER}: is no file",
+    ),
+    "a link": (_link_file, 17, f"{WORKER}: is a symbolic link, to .*elsewhere.py"),
+    "a linked folder": (_link_folder, 17, f"{WORKER}: is a symbolic link"),
+    "a metadata that its RECORD does not know": (
+        lambda site: (site / STOCK / "METADATA").write_text("Name: vllm\nVersion: 0.20.2\n\n"),
+        17,
+        "METADATA: [0-9a-f]+, its RECORD has another",
+    ),
+    "an overlay": (lambda site: (site / "vllm_overlay").mkdir(), 16, "patched already|is missing"),
+    "no metadata": (lambda site: shutil.rmtree(site / STOCK), 14, "editable install or a checkout"),
+    "an editable install": (_editable, 14, "editable install"),
+    "two of them": (
+        lambda site: shutil.copytree(site / STOCK, site / "vllm-0.20.1.dist-info"),
+        14,
+        "has several vLLM: vllm-0.20.1.dist-info, vllm-0.20.2.dist-info",
+    ),
+    "another release": (_another_release, 15, "is release 0.21.0"),
+    "a RECORD that is none": (
+        lambda site: (site / STOCK / "RECORD").write_text('vllm/_version.py,"\n'),
+        14,
+        "RECORD of the installed vLLM has",
+    ),
+    "two versions": (
+        lambda site: (site / STOCK / "METADATA").write_text("Name: vllm\nVersion: 1\nVersion: 2\n"),
+        14,
+        "2 headers 'Version'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_not_the_release_is_refused_and_left(site: Path, name: str) -> None:
+    spoil, code, said = HOSTILE[name]
+    spoil(site)
+    before = seen(site)
+    for act in (install, check):
+        with pytest.raises(RefusalError, match=said) as caught:
+            act(site, bundle())
+        assert caught.value.code == code
+        assert caught.value.expected
+        assert caught.value.advice
+        assert seen(site) == before
+        assert not (site / ".kvfix").exists()
+
+
+def test_another_patch_set_comes_out_first(site: Path) -> None:
+    install(site, bundle())
+    newer = bundle(local="kvfix.0.2.0", files={**bundle().files, WORKER: b"# newer\n"})
+    before = seen(site)
+    with pytest.raises(RefusalError, match="is patched already") as caught:
+        install(site, newer)
+    assert caught.value.code == 16
+    assert "--undo" in caught.value.advice
+    assert seen(site) == before
+    with pytest.raises(RefusalError, match="not what this installer makes"):
+        check(site, newer)
+    take_out(site)
+    install(site, newer)
+
+
+def test_what_is_there_of_a_wheel_and_whole_is_left(site: Path) -> None:
+    install(site, bundle())
+    (site / PATCHED / "kvfix-undo.zip").unlink()
+    assert install(site, bundle()).startswith("nothing has changed")
+    (site / OVERLAY).write_text("")
+    with pytest.raises(RefusalError) as caught:
+        install(site, bundle())
+    assert "install the stock release again" in caught.value.advice
+
+
+def test_two_installers_do_not_meet(site: Path) -> None:
+    with alone(site), pytest.raises(RefusalError, match="another installer"):
+        install(site, bundle())
+
+
+def test_check_says_what_there_is(site: Path) -> None:
+    before = seen(site)
+    assert check(site, bundle()).startswith("stock: ")
+    assert seen(site) == before
+    install(site, bundle())
+    assert check(site, bundle()).startswith("patched: ")
+
+
+def test_the_site_is_found_or_named(site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_site(str(site)) == site
+    with pytest.raises(RefusalError, match=r"no vllm/__init__\.py in"):
+        find_site(str(site / "vllm"))
+    with pytest.raises(RefusalError, match="no vLLM for this Python"):
+        find_site(None)
+    monkeypatch.syspath_prepend(str(site))
+    assert find_site(None) == site
