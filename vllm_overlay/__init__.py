@@ -26,6 +26,39 @@ def build() -> dict[str, str]:
     return next((dict(module.BUILD) for name, module in _records() if name == "build"), {})
 
 
+def faults() -> list[str]:
+    """Return what is not as the build was made, a sentence for each file; empty if all is.
+
+    Looked at are the patched files of vLLM and the modules of this package, by the sha256 that the
+    build keeps of them, and that Python finds vLLM beside this package. vLLM is not imported.
+    """
+    import hashlib
+    import importlib.util
+    from pathlib import Path
+
+    site = Path(__file__).resolve().parent.parent
+    found = []
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or spec.origin is None or not Path(spec.origin).resolve().is_relative_to(site):
+        where = spec and spec.origin
+        found.append(f"vllm: Python imports {where or 'none'}, and not the one in {site}")
+    for name, digest in files().items():
+        path = site / name
+        if not path.is_file():
+            found.append(f"{name}: is missing")
+        elif hashlib.sha256(path.read_bytes()).hexdigest() != digest:
+            found.append(f"{name}: is not the file of this build")
+    return found
+
+
+def files() -> dict[str, str]:
+    """Return sha256 by path of what the wheel changed or added, from the folder of this package on.
+
+    Empty where vLLM was built from a patched tree.
+    """
+    return next((dict(module.FILES) for name, module in _records() if name == "files"), {})
+
+
 def _records() -> list[tuple[str, Any]]:
     # Imported when asked: a serving process never needs them.
     import importlib

@@ -57,7 +57,9 @@ def test_vllm_version_is_the_patched_one() -> None:
 
 def changed_modules() -> list[str]:
     """The modules of vLLM whose installed file says that kvfix changed it."""
-    sources = (file for file in files("vllm") or () if file.match("vllm/**/*.py"))
+    sources = (
+        file for file in files("vllm") or () if file.parts[0] == "vllm" and file.suffix == ".py"
+    )
     changed = [f for f in sources if b"vllm-kvfix" in Path(str(f.locate())).read_bytes()[:400]]
     return [".".join(file.with_suffix("").parts).removesuffix(".__init__") for file in changed]
 
@@ -67,3 +69,12 @@ def test_every_changed_module_imports_without_a_gpu() -> None:
     assert modules
     for module in modules:
         importlib.import_module(module)
+
+
+def test_the_files_are_those_of_the_build() -> None:
+    command = [sys.executable, "-m", "vllm_overlay", "--check"]
+    said = subprocess.run(command, capture_output=True, text=True)
+    assert said.returncode == 0, said.stdout
+    assert f"{len(vllm_overlay.files())} files are as this build was made" in said.stdout
+    of_vllm = [name for name in vllm_overlay.files() if name.startswith("vllm/")]
+    assert len(of_vllm) == len(changed_modules()) + 1, "and the module of the version"

@@ -145,3 +145,19 @@ class IdleCore:
         except BaseException as error:
             self._failed = error
         self.seconds = time.thread_time() - began
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 5.0) -> bool:
+    """Whether `what` comes to hold within `seconds`."""
+    end = time.monotonic() + seconds
+    while not what() and time.monotonic() < end:
+        time.sleep(0.001)
+    return bool(what())
+
+
+def lie_down(idle: IdleCore, rest: str) -> None:
+    """Have the engine core be paused, or put to sleep: `rest` is "paused" or "asleep"."""
+    if rest == "paused":
+        idle.call(lambda: setattr(idle.core, "is_scheduler_paused", lambda: True))
+    else:
+        idle.call(lambda: setattr(idle.core.model_executor, "is_sleeping", True))

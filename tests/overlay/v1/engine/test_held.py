@@ -11,7 +11,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 from vllm.v1.request import Request
 
-from tests.support.idle_engine import IdleCore, IdleEngine
+from tests.support.idle_engine import IdleCore, IdleEngine, lie_down, wait_for
 from tests.support.nixl_worker import nixl_of
 
 held = pytest.importorskip("vllm_overlay.v1.engine.held", reason="up to 0.21.0")
@@ -26,13 +26,6 @@ def prefill(engine: IdleEngine, req_id: str = "req-p") -> None:
     request = Request(req_id, list(range(40)), params, None, block_hasher=engine._hasher)
     request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
     engine.scheduler.add_request(request)
-
-
-def wait_for(what: Any, seconds: float = 5.0) -> bool:  # noqa: ANN401 - a call
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
-        time.sleep(0.001)
-    return bool(what())
 
 
 @pytest.mark.parametrize("core_class", LOOPS)
@@ -68,16 +61,10 @@ def test_an_engine_that_is_paused_or_asleep_takes_no_step(rest: str) -> None:
     engine = IdleEngine()
     idle = IdleCore(engine)
 
-    def lie_down() -> None:
-        if rest == "paused":
-            idle.core.is_scheduler_paused = lambda: True
-        else:
-            idle.core.model_executor.is_sleeping = True
-
     with idle:
         idle.call(lambda: prefill(engine))
         assert wait_for(lambda: idle.steps > 2)
-        idle.call(lie_down)
+        lie_down(idle, rest)
         time.sleep(0.3)
         before = idle.steps
         time.sleep(0.5)

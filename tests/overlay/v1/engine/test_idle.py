@@ -11,7 +11,7 @@ from unittest import mock
 import pytest
 from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
-from tests.support.idle_engine import IdleCore, IdleEngine
+from tests.support.idle_engine import IdleCore, IdleEngine, lie_down, wait_for
 from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
 
 LOOPS = [EngineCoreProc, DPEngineCoreProc]
@@ -33,13 +33,6 @@ def leave(engine: IdleEngine, req_id: str = "left", engine_id: str = "P") -> Non
     """A request that names P comes, and its client leaves before it is scheduled."""
     engine.ask(req_id, range(20), [[1, 2]], engine_id=engine_id)
     engine.abort(req_id)
-
-
-def wait_for(what: Any, seconds: float = 5.0) -> bool:  # noqa: ANN401 - a call
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
-        time.sleep(0.001)
-    return bool(what())
 
 
 @pytest.mark.parametrize("core_class", LOOPS)
@@ -104,16 +97,10 @@ def test_an_engine_that_is_paused_or_asleep_takes_no_step(rest: str) -> None:
     end = silent(engine)
     idle = IdleCore(engine)
 
-    def lie_down() -> None:
-        if rest == "paused":
-            idle.core.is_scheduler_paused = lambda: True
-        else:
-            idle.core.model_executor.is_sleeping = True
-
     with idle:
         idle.call(lambda: leave(engine))
         time.sleep(0.1)
-        idle.call(lie_down)
+        lie_down(idle, rest)
         time.sleep(0.1)
         before = idle.steps
         time.sleep(0.5)

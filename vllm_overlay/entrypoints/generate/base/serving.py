@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.25.0 on: parameters and rejections as handlers of `GenerateBaseServing` see them.
+"""From 0.24.0 on: parameters and rejections as handlers of `GenerateBaseServing` see them.
 
 It stands where `OpenAIServing` stands up to 0.23.0; see
 `vllm_overlay.entrypoints.openai.engine.serving` for that one.
@@ -58,12 +58,14 @@ class ChecksTransferParams(BaseServing):
     """
 
     engine_client: EngineClient
+    _field_first = True
+    """Whether what a token-level request has in its field goes before its sampling parameters."""
 
     async def _check_model(self, request: AnyRequest | AnyPoolingRequest) -> ErrorResponse | None:
         if (error := await super()._check_model(request)) is not None:
             return error
         return refused(
-            transfer_params(request, field_first=True),
+            transfer_params(request, field_first=self._field_first),
             self.engine_client,
             find_pull_problem,
             self.create_error_response,

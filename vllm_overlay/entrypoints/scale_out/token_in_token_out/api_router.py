@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.25.0 on: the route of /inference/v1/generate."""
+"""From 0.29.0 on: the route of /inference/v1/generate."""
 
 from __future__ import annotations
 

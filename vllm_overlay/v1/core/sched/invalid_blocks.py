@@ -5,6 +5,10 @@ Where the cache is one group that keeps every token, it keeps the tokens before 
 block and computes the rest anew. With several groups there is no such point: they need not fail
 at the same token, and a window or a recurrent state from further back may be gone. There a
 request that was loading starts again with nothing.
+
+It may need more blocks than it had: a window holds all of the prompt until that is computed. So it
+waits as one that was preempted, and requests that hold what they received run before it. Behind it
+they would hold the blocks that it waits for.
 """
 
 from __future__ import annotations
@@ -13,16 +17,23 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
 # Affected requests, how many of their tokens are computed anew, and blocks to evict.
 Affected: TypeAlias = tuple[set[str], int, set[int]]
 Update: TypeAlias = Callable[..., Affected]
+Select: TypeAlias = "Callable[[Scheduler], RequestQueue | None]"
+
+_set_back: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
+"""Requests that start again, and how often each had been preempted by then."""
 
 
 def for_any_groups(update: Update) -> Update:
@@ -65,4 +76,45 @@ def _start_again(requests: Iterable[Request]) -> Affected:
     tokens = sum(request.num_computed_tokens for request in affected)
     for request in affected:
         request.num_computed_tokens = 0
+        _set_back[request] = request.num_preemptions
     return {request.request_id for request in affected}, tokens, set()
+
+
+def received_first(select: Select) -> Select:
+    """Make `Scheduler._select_waiting_queue_for_scheduling` pass over who starts again.
+
+    K02. As long as others wait in `skipped_waiting` that hold what they received, or are about to.
+    Stock looks there first but for `policy="priority"`, and stops at the first that has no room.
+    """
+
+    @wraps(select)
+    def select_received(self: Scheduler) -> RequestQueue | None:
+        queue = select(self)
+        if queue is None or not _starts_again(self, queue.peek_request()):
+            return queue
+        if queue is self.skipped_waiting:
+            _wait_as_preempted(self)
+        holds = any(request.num_computed_tokens for request in self.skipped_waiting)
+        return self.skipped_waiting if holds else self.waiting
+
+    return select_received
+
+
+def _starts_again(scheduler: Scheduler, request: Request) -> bool:
+    """Whether a request was set back, nothing writes to its blocks, and it has not run since."""
+    if request.num_computed_tokens or _set_back.get(request) != request.num_preemptions:
+        return False
+    receives = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+    return not receives or request.request_id in scheduler.finished_recving_kv_req_ids
+
+
+def _wait_as_preempted(scheduler: Scheduler) -> None:
+    """Move who starts again to where preempted requests wait, without blocks or a claim to any."""
+    again = [request for request in scheduler.skipped_waiting if _starts_again(scheduler, request)]
+    scheduler.skipped_waiting.remove_requests(again)
+    for request in reversed(again):
+        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            scheduler._try_promote_blocked_waiting_request(request)  # frees its blocks
+        # From 0.23.0 on: what is kept free for it would keep out who comes before it.
+        getattr(scheduler, "_inflight_prefills", set()).discard(request)
+        scheduler.waiting.prepend_request(request)

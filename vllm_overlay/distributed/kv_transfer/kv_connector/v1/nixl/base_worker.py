@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
@@ -42,6 +43,26 @@ def handshake_failed(
     Up to 0.29.0, where only a worker that pulls shakes hands for a request.
     """
     vars(worker)["_receives"].handshake_failed(req_id, meta, error)
+
+
+def take_ready(worker: Any, start: Callable[[ReqId, ReqMeta], None]) -> None:  # noqa: ANN401
+    """Start the receives whose handshakes have ended; shake hands again where it must.
+
+    For a worker that pulls, up to 0.30.0; from 0.31.0 on upstream shakes hands again in either
+    case. A handshake is known to have ended before its agents are entered: for that its thread
+    needs a lock that the main thread may hold. One that gets here in between waits for the next
+    step, so a step takes no more than there were. And an engine may be evicted before its blocks
+    are read.
+    """
+    for _ in range(worker._ready_requests.qsize()):
+        req_id, meta = worker._ready_requests.get_nowait()
+        engine_id = meta.remote.engine_id
+        if engine_id in worker._remote_agents:
+            start(req_id, meta)
+        elif engine_id in worker._handshake_futures:
+            worker._ready_requests.put((req_id, meta))
+        else:
+            worker._background_nixl_handshake(req_id, engine_id, meta)
 
 
 def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:

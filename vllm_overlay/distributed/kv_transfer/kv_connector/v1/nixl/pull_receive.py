@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import take_ready
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -62,21 +63,8 @@ class TakesReceives(NixlBaseConnectorWorker):
 
 
 def start_ready(worker: _Worker) -> None:
-    """Start the receives whose handshakes have ended; shake hands again where it must.
-
-    A handshake is known to have ended before its agents are entered: for that its thread needs a
-    lock that the main thread may hold. One that gets here in between waits for the next step, so a
-    step takes no more than there were. And an engine may be evicted before its blocks are read.
-    """
-    for _ in range(worker._ready_requests.qsize()):
-        req_id, meta = worker._ready_requests.get_nowait()
-        engine_id = meta.remote.engine_id
-        if engine_id in worker._remote_agents:
-            worker._receives.start(req_id, meta)
-        elif engine_id in worker._handshake_futures:
-            worker._ready_requests.put((req_id, meta))
-        else:
-            worker._background_nixl_handshake(req_id, engine_id, meta)
+    """Start the receives whose handshakes have ended."""
+    take_ready(worker, worker._receives.start)
 
 
 # ---------------------------------------------------------------- K09

@@ -28,6 +28,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     printable,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 
 if TYPE_CHECKING:
     import zmq
@@ -127,16 +128,19 @@ def _checked(method: _Method) -> _Method:
             groups = len(transfer_groups(self.kv_cache_config))
             checked = shared.check(pulling, request, groups, find_pull_problem, _coverage_problem)
         else:
-            checked = _check_push(request, params)
+            checked = _check_push(self, request, params)
         request.kv_transfer_params = checked
         return method(self, request, *args, **kwargs)
 
     return cast("_Method", wrapper)
 
 
-def _check_push(request: Request, params: object) -> shared.CheckedParams:
+def _check_push(
+    scheduler: NixlBaseConnectorScheduler, request: Request, params: object
+) -> shared.CheckedParams:
     checked = shared.as_checked(params)
-    if (problem := find_push_problem(params)) is not None:
+    problem = find_push_problem(params) or peer_not_allowed(scheduler, checked)
+    if problem is not None:
         if checked.get("do_remote_decode") is True:  # it goes on prefilling for somebody
             checked["do_remote_prefill"] = False
         else:

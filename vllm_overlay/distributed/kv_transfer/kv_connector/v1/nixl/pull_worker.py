@@ -22,6 +22,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBa
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     release_all,
+    take_ready,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     tell as tell,  # a hook takes it from here
@@ -78,23 +79,8 @@ def fails_its_request(read: _ReadBlocks) -> _ReadBlocks:
 
 
 def read_ready(worker: NixlPullConnectorWorker) -> None:
-    """Post the reads of requests whose handshakes have ended; shake hands again where it must.
-
-    For 0.30.0. A handshake is known to have ended before its agents are entered: for that its
-    thread needs a lock that the main thread may hold. One that gets here in between waits for the
-    next step, so a step takes no more than there were. And an engine may be evicted before its
-    blocks are read. From 0.31.0 on upstream shakes hands again in either case.
-    """
-    for _ in range(worker._ready_requests.qsize()):
-        req_id, meta = worker._ready_requests.get_nowait()
-        assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-        engine_id = meta.remote.engine_id
-        if engine_id in worker._remote_agents:
-            worker._read_blocks_for_req(req_id, meta)
-        elif engine_id in worker._handshake_futures:
-            worker._ready_requests.put((req_id, meta))
-        else:
-            worker._background_nixl_handshake(req_id, engine_id, meta)
+    """Post the reads of requests whose handshakes have ended. For 0.30.0."""
+    take_ready(worker, worker._read_blocks_for_req)
 
 
 # ---------------------------------------------------------------- K01

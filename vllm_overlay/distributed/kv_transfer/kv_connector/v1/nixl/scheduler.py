@@ -23,6 +23,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     peer_problem,
     printable,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 
 if TYPE_CHECKING:
     import zmq
@@ -96,6 +97,7 @@ def check(
     _give_single_group_a_list(checked, groups)
     problem = (
         find(checked if isinstance(params, dict) else params, groups=groups)
+        or peer_not_allowed(scheduler, checked)
         or _engine_problem(scheduler, checked)
         or covers(scheduler, request, checked)
     )
@@ -132,7 +134,11 @@ def _disarm(scheduler: NixlConnectorScheduler, params: CheckedParams, groups: in
     if not isinstance(params.get("do_remote_decode"), bool | None):
         params["do_remote_decode"] = False  # no role for us that anybody could rely on
     reads = params.get("do_remote_prefill") or _prefill_reads(scheduler)
-    told = bool(reads) and asks_for_blocks(params) and peer_problem(params) is None
+    told = (
+        bool(reads)
+        and asks_for_blocks(params)
+        and (peer_problem(params) or peer_not_allowed(scheduler, params)) is None
+    )
     if told:
         # A receive that reads nothing is how a worker notifies; it still looks at the groups.
         params |= {"remote_block_ids": [[] for _ in range(groups)], "remote_num_tokens": 0}

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+import vllm
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from packaging.version import Version
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
@@ -32,6 +34,10 @@ pull_scheduler = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler",
     reason="from 0.24.0 on",
 )
+
+NEEDS_NO_BLOCKS = Version(vllm.__version__) >= Version("0.26")
+"""Whether a request that was aborted before it is scheduled, and names no blocks of P's, as none
+has to where P pushes, leaves D's engine alive: docs/push.md."""
 
 _names = (f"request-{i}" for i in itertools.count())
 
@@ -69,7 +75,10 @@ def play(params: object, *, aborted: bool) -> Any:  # noqa: ANN401 - the metadat
 @settings(max_examples=500, deadline=None)
 @given(data=st.data())
 def test_no_lie_hurts_the_engine(data: st.DataObject) -> None:
-    play(data.draw(lying_params(GOOD)), aborted=data.draw(st.booleans()))
+    params, aborted = data.draw(lying_params(GOOD)), data.draw(st.booleans())
+    nameless = isinstance(params, dict) and "remote_block_ids" not in params
+    assume(NEEDS_NO_BLOCKS or not (aborted and nameless))
+    play(params, aborted=aborted)
 
 
 @pytest.mark.parametrize("field", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
@@ -298,7 +307,9 @@ def test_a_scheduler_that_no_constructor_made_believes_what_it_is_given() -> Non
 def test_the_tokens_that_d_computes_itself_need_no_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """33 tokens, of which the last is left to D: two blocks do."""
     side: Any = stock_pull.NixlPullConnectorScheduler
-    monkeypatch.setattr(side, "_get_remote_prefill_token_count", lambda self, count: count - 1)
+    upstream = "_mamba_prefill_token_count"  # in 0.24.0
+    name = upstream if hasattr(side, upstream) else "_get_remote_prefill_token_count"
+    monkeypatch.setattr(side, name, lambda self, count: count - 1)
     assert tokens_read([2], tokens=33) == 32
     assert tokens_read([2], tokens=34) == 0
 

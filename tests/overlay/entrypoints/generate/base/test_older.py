@@ -1,0 +1,54 @@
+"""Of the two places for parameters that a token-level request has, its handler's one counts.
+
+What /v1/messages makes of a refusal is in test_rejection_proof.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+import vllm
+from packaging.version import Version
+
+from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
+
+*_, GENERATE = ENDPOINTS
+FIELD = Version(vllm.__version__) >= Version("0.29")
+"""Whether the handler looks at the request's field; stock ignores it up to 0.28.0."""
+BAD = {**REMOTE, "remote_port": "x"}
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("field", "sampling", "refused"),
+    [(BAD, None, FIELD), (BAD, REMOTE, FIELD), (REMOTE, BAD, not FIELD)],
+)
+def test_what_the_handler_ignores_refuses_nothing(
+    field: object, sampling: object, refused: bool, stream: bool
+) -> None:
+    async def test() -> None:
+        async with serving() as server:
+            request = body(GENERATE, sampling, kv_transfer_params=field, stream=stream)
+            answer = await server.post(GENERATE, request)
+            assert answer.status == (400 if refused else 200)
+            assert len(server.core.admitted) == (not refused)
+
+    run(test())
+
+
+def test_what_the_handler_ignores_is_told_to_nobody() -> None:
+    async def test() -> None:
+        async with serving() as server:
+            request = body(GENERATE, None, kv_transfer_params=REMOTE, model="no-such")
+            answer = await server.post(GENERATE, request)
+            assert answer.status == 404
+            assert server.core.told == [REMOTE] * FIELD
+
+    run(test())

@@ -1,0 +1,181 @@
+"""Hand-offs that are preempted; and that everything else is preempted as on stock."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched import scheduler as scheduler_module
+
+from tests.support.decode_engine import TOKEN
+from tests.support.prefill_engine import PrefillEngine
+
+stale_output = pytest.importorskip("vllm_overlay.v1.core.sched.stale_output", reason="up to 0.26.0")
+
+HOOKS = ("awaits_output", "is_preempted", "drop_stale")
+HAND_OFF = {"do_remote_decode": True}
+
+
+class Other:
+    """A connector that is not NIXL's, and does what NIXL's does."""
+
+    def __init__(self, nixl: object) -> None:
+        self._nixl = nixl
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - any of it
+        return getattr(self._nixl, name)
+
+
+class Busy:
+    """An engine under pressure, stepped at random until all its requests have been answered.
+
+    Attributes:
+        asked: request id -> its prompt, and how many tokens it generates.
+        history: what was scheduled and sent to clients, step by step.
+        preempted: how often a request lost its blocks.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        params: dict[str, Any],
+        connector: Callable[[Any], Any] = lambda nixl: nixl,
+        requests: int = 12,
+    ) -> None:
+        rng = random.Random(seed)  # noqa: S311
+        self.engine = engine = PrefillEngine(
+            num_blocks=rng.randint(7, 9),
+            async_scheduling=rng.random() < 0.7,
+            step_tokens=rng.choice([20, 40, 200]),
+        )
+        engine.scheduler.connector = connector(engine.scheduler.connector)
+        self.asked: dict[str, tuple[list[int], int]] = {}
+        self.history: list[object] = []
+        stages = rng.choice([2, 2, 3, 4])
+        made = []
+        while len(engine.answers) < requests:
+            if len(self.asked) < requests and rng.random() < 0.4:
+                req_id, start = f"{len(self.asked)}", 100 * len(self.asked)
+                prompt, more = (
+                    list(range(start, start + rng.randint(1, 60))),
+                    rng.choice([1, 2, 18]),
+                )
+                made.append(engine.prefill(req_id, prompt, max_tokens=more, params=dict(params)))
+                self.asked[req_id] = prompt, more
+            if engine.under_way < stages:
+                self.history.append(engine.schedule())
+            if engine.under_way == stages or rng.random() < 0.2:
+                engine.read = {name for name in engine.answers if name in engine.scheduler.requests}
+                engine.update()
+                self.history.append({name: len(tokens) for name, tokens in engine.tokens.items()})
+        while engine.under_way:
+            engine.update()
+        self.preempted = sum(request.num_preemptions for request in made)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_is_handed_out_holds_all_that_was_computed(seed: int) -> None:
+    busy = Busy(seed, HAND_OFF)
+    for req_id, (prompt, more) in busy.asked.items():
+        computed = [*prompt, *(more - 1) * [TOKEN]]
+        assert busy.engine.handed_out[req_id][: len(computed)] == computed
+        assert busy.engine.tokens[req_id] == more * [TOKEN]
+    assert stale_output._preempted_since[busy.engine.scheduler] == {}
+
+
+@pytest.mark.parametrize(
+    ("params", "connector"),
+    [
+        ({}, lambda _: None),
+        (HAND_OFF, lambda _: None),
+        (HAND_OFF, Other),
+        ({}, lambda nixl: nixl),
+        ({"do_remote_decode": False, "unknown": 1}, lambda nixl: nixl),
+    ],
+    ids=["no connector", "params of nobody", "another connector", "no params", "no hand-off"],
+)
+def test_all_else_is_as_on_stock(
+    monkeypatch: pytest.MonkeyPatch, params: dict[str, Any], connector: Callable[[Any], Any]
+) -> None:
+    seeds = range(8)
+    ours = [Busy(seed, params, connector) for seed in seeds]
+    for hook in HOOKS:
+        monkeypatch.setattr(scheduler_module, hook, lambda *_: None)
+    stock = [Busy(seed, params, connector) for seed in seeds]
+    assert sum(busy.preempted for busy in ours) > len(seeds)
+    for one, other in zip(ours, stock, strict=True):
+        assert one.history == other.history
+        # They end alike; what each names of its own engine differs.
+        assert list(one.engine.answers) == list(other.engine.answers)
+        assert one.engine.handed_out == other.engine.handed_out
+
+
+def test_hand_offs_are_those_that_nixl_makes() -> None:
+    nixl = PrefillEngine().scheduler.connector
+    several = SimpleNamespace(_connectors=[Other(nixl), nixl])
+    others = SimpleNamespace(_connectors=[Other(nixl)])
+    asks, asks_not = (
+        SimpleNamespace(kv_transfer_params=params) for params in (HAND_OFF, {"x": True})
+    )
+    assert stale_output.is_handed_off(nixl, asks)
+    assert stale_output.is_handed_off(several, asks)
+    assert not stale_output.is_handed_off(others, asks)
+    assert not stale_output.is_handed_off(nixl, asks_not)
+    assert not stale_output.is_handed_off(nixl, SimpleNamespace(kv_transfer_params=None))
+    assert not stale_output.is_handed_off(nixl, SimpleNamespace(kv_transfer_params="what"))
+
+
+@pytest.mark.parametrize("async_scheduling", [True, False])
+def test_a_reset_of_the_prefix_cache_drops_one_token_once(async_scheduling: bool) -> None:
+    engine = PrefillEngine(async_scheduling=async_scheduling)
+    engine.prefill("asked", range(32), max_tokens=3)
+    engine.schedule()
+    engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.run(8)
+    assert engine.tokens["asked"] == 3 * [TOKEN]
+    assert engine.handed_out["asked"][:34] == [*range(32), TOKEN, TOKEN]
+
+
+def test_a_hand_off_that_is_aborted_meanwhile_is_gone() -> None:
+    engine = PrefillEngine(num_blocks=4)
+    engine.prefill("first", range(100, 116), max_tokens=3, params={})
+    engine.prefill("asked", range(32))
+    engine.schedule()
+    engine.schedule()
+    engine.leave("asked")
+    engine.run(4)
+    assert "asked" not in engine.answers
+    assert engine.scheduler.requests == {}
+
+
+def test_prompt_logprobs_of_what_is_dropped_are_dropped() -> None:
+    """A step that samples nothing for a request must not have any, as vLLM asserts."""
+    engine = PrefillEngine()
+    scheduler = engine.scheduler
+    request = engine.prefill("asked", range(32))
+    decided = scheduler.schedule()
+    stale_output.is_preempted(scheduler, request)
+    output = SimpleNamespace(
+        req_id_to_index={"other": 0, "asked": 1},
+        sampled_token_ids=[[5], [6]],
+        prompt_logprobs_dict={"other": "theirs", "asked": "its"},
+    )
+    stale_output.drop_stale(scheduler, decided, output)
+    assert output.sampled_token_ids == [[5], []]
+    assert output.prompt_logprobs_dict == {"other": "theirs"}
+    assert request.num_output_placeholders == 0
+
+
+def test_a_step_that_samples_nothing_at_all_is_left_alone() -> None:
+    engine = PrefillEngine()
+    request = engine.prefill("asked", range(32))
+    decided = engine.scheduler.schedule()
+    stale_output.is_preempted(engine.scheduler, request)
+    output = SimpleNamespace(
+        req_id_to_index={"asked": 0}, sampled_token_ids=[], prompt_logprobs_dict={}
+    )
+    stale_output.drop_stale(engine.scheduler, decided, output)
+    assert output.sampled_token_ids == []

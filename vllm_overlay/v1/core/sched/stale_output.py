@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Up to 0.26.0: what a step sampled for a request that has been preempted since is not its output.
+
+Steps overlap, under async scheduling or with pipeline stages: a step is decided while earlier ones
+still run, and may take the blocks of a request whose last token one of those is about to sample.
+The request then finishes without blocks, or with new ones that nothing was written to yet, and
+NIXL hands those out to be read. So such a token is dropped: the request computes its tokens anew
+and finishes with what it has computed, as it does from 0.27.0 on. The token was sent to nobody.
+
+Only for requests whose blocks a peer is to read. The others' tokens do not depend on their blocks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+_preempted_since: WeakKeyDictionary[Scheduler, dict[int, set[str]]] = WeakKeyDictionary()
+"""For each step under way, by its identity: the hand-offs preempted since it was decided."""
+
+
+def awaits_output(scheduler: Scheduler, decided: SchedulerOutput) -> None:
+    """Hear that a step was decided; its output will come."""
+    _preempted_since.setdefault(scheduler, {})[id(decided)] = set()
+
+
+def is_preempted(scheduler: Scheduler, request: Request) -> None:
+    """Hear that a request has lost its blocks, and will be computed anew."""
+    if is_handed_off(scheduler.connector, request):
+        for preempted in _preempted_since.get(scheduler, {}).values():
+            preempted.add(request.request_id)
+        # It counts what steps under way will sample for it: nothing.
+        request.num_output_placeholders = 0
+
+
+def drop_stale(scheduler: Scheduler, decided: SchedulerOutput, output: ModelRunnerOutput) -> None:
+    """Take out of a step's output what it has for hand-offs that were preempted since."""
+    for req_id in _preempted_since.get(scheduler, {}).pop(id(decided), ()):
+        index = output.req_id_to_index.get(req_id)
+        if index is None:
+            continue
+        if output.sampled_token_ids:
+            output.sampled_token_ids[index] = []  # as of a step that ends within the prompt
+        output.prompt_logprobs_dict.pop(req_id, None)
+        request = scheduler.requests.get(req_id)
+        if request is not None and hasattr(request, "discard_latest_async_tokens"):
+            # Up to 0.21.0 a reset of the prefix cache has the next token dropped: this one.
+            request.discard_latest_async_tokens = False
+
+
+def is_handed_off(connector: KVConnectorBase_V1 | None, request: Request) -> bool:
+    """Whether a peer reads a request's blocks with NIXL when it has finished."""
+    params = request.kv_transfer_params
+    if not isinstance(params, dict) or not params.get("do_remote_decode"):
+        return False
+    # By the name: upstream's connectors import the overlay, and have several files.
+    return any(
+        kind.__name__.startswith("Nixl")
+        for one in (connector, *getattr(connector, "_connectors", ()))
+        for kind in type(one).__mro__
+    )
