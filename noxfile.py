@@ -37,7 +37,7 @@ def command(
 
 @nox.session
 def apply(session: nox.Session) -> None:
-    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR]."""
+    """Build the patched wheel: nox -s apply -- [RELEASE] [--wheel FILE | --tree DIR] [--layer]."""
     command(session)
 
 
@@ -125,6 +125,12 @@ def status(session: nox.Session) -> None:
 
 
 @nox.session
+def audit(session: nox.Session) -> None:
+    """Say which defects a build has: nox -s audit -- RELEASE|WHEEL."""
+    command(session)
+
+
+@nox.session
 def matrix(session: nox.Session) -> None:
     """Print what CI runs the regressions on, as JSON."""
     command(session)
@@ -139,6 +145,12 @@ def upstream_tests(session: nox.Session) -> None:
 @nox.session
 def soak(session: nox.Session) -> None:
     """Drive the receive's state machine for 100,000 steps, stock and patched."""
+    command(session)
+
+
+@nox.session
+def simulate(session: nox.Session) -> None:
+    """Play P and D with time and faults under control: nox -s simulate -- [RELEASE...]."""
     command(session)
 
 

@@ -83,7 +83,8 @@ class PdEnvironment:
             return
         stamp.unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
-        run([*installer(self.python), "--no-deps", "--target", folder, wheel], timeout=600)
+        install = installer(self.python, cached=False)
+        run([*install, "--no-deps", "--target", folder, wheel], timeout=600)
         stamp.write_text(wanted)
 
 

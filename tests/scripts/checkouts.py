@@ -18,6 +18,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 
 import tomli_w
+from packaging.version import Version
 
 from scripts.patchset.registry import Fix, Registry
 from scripts.project import ROOT
@@ -33,8 +34,10 @@ NATIVE = "vllm/_C.abi3.so"
 
 def version_module(version: str) -> bytes:
     """Return `vllm/_version.py` as a build makes it."""
-    public, _, local = version.partition("+")
-    numbers = (*map(int, public.split(".")), *filter(None, [local]))
+    read = Version(version)
+    pre = "".join(map(str, read.pre or ()))
+    dev = "" if read.dev is None else f"dev{read.dev}"
+    numbers = (*read.release, *filter(None, [pre, dev, read.local]))
     return VERSION_TEXT.format(version=version, numbers=numbers).encode()
 
 

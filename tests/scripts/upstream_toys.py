@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from scripts.commands import upstream_tests as command
 from scripts.patchset.registry import Registry, UpstreamTest
+from scripts.project import project
 from scripts.prove.environment import Environment
 from scripts.system.console import entry
 from scripts.upstream_tests import later, selection, session, side
@@ -220,6 +222,7 @@ if __name__ == "__main__":
     of_session = {
         "Environment": ToyEnvironment,
         "load_registry": _registry,
+        "project": lambda: replace(project(), releases=(RELEASE,)),
         "patched_wheel": lambda _: _wheel(FOLDER / "patched", f"{RELEASE}+kvfix.0.1.0", 2),
         "release_tree": lambda _: FOLDER / "tree",
     }

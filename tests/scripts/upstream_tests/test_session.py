@@ -12,14 +12,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from scripts.project import ROOT, project
+from scripts.project import ROOT
 from scripts.upstream.lock import load_lock
 from tests.scripts import upstream_toys
 from tests.scripts.upstream_toys import UNIT, tree
 
 CONFIG = f"{UNIT}/test_config.py"
-STOCK_ONLY = next(name for name in load_lock() if name not in project().releases)
-"""A release that the fixes were not carried to."""
+STOCK_ONLY = next(name for name in load_lock() if name != upstream_toys.RELEASE)
+"""A release that the toys carry no fixes to."""
 
 
 def command(folder: Path, *arguments: str) -> list[str]:
