@@ -52,7 +52,7 @@ def _table(registry: Registry, held: dict[str, set[str]]) -> str:
     rows = ["| fix | without it | ✓ patched | ● open |", "|---|---|---|---|"]
     releases = list(held)
     for fix in registry.fixes.values():
-        patched = [release for release, ids in held.items() if fix.id in ids]
+        patched = [release for release, ids in held.items() if fix.closed_by(release) in ids]
         left = [one for one in releases if one not in patched and fix.unpatched_on(one)]
         cells = " | ".join(_extent(among, releases) for among in (patched, left))
         rows.append(f"| [{fix.id}](docs/fixes.md#{fix.id.lower()}) | {fix.headline} | {cells} |")
@@ -85,7 +85,12 @@ def _details(registry: Registry, held: dict[str, set[str]]) -> str:
             f"Needs {needs}. Wire: {fix.wire_compat}.\n"
         )
         for one in fix.unpatched:
-            parts.append(f"Open on {one.releases}, without a patch{_part(one)}: {one.reason}.\n")
+            how = (
+                f"Closed by [{one.closed_by}](#{one.closed_by.lower()})"
+                if one.closed_by
+                else "Open"
+            )
+            parts.append(f"{how} on {one.releases}, without a patch{_part(one)}: {one.reason}.\n")
         for spared in fix.spared:
             names = _names(spared.tests)
             parts.append(f"On {spared.releases} {spared.reason}: {names} pass on stock.\n")

@@ -59,11 +59,13 @@ class Unpatched:
     """Releases that have the defect and, on purpose, get no patch, and why.
 
     With `tests`, that holds only for what these of our tests are about; the rest has its patch.
+    With `closed_by`, the patch of that fix closes the defect there, and nothing is left open.
     """
 
     releases: str  # a PEP 440 specifier
     reason: str
     tests: Sequence[str] = ()
+    closed_by: str = ""
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,8 @@ def _rows(kind: type[_Row], key: str, tables: object) -> list[_Row]:
         TypeError: A key is missing or unknown, or a value has the wrong form.
     """
     rows = []
-    for table in _tables(key, tables):
+    for hyphenated in _tables(key, tables):
+        table = {name.replace("-", "_"): value for name, value in hyphenated.items()}
         lists = [name for name in ("tests",) if name in table]
         for name in lists:
             _texts(name, table[name])
@@ -210,13 +213,25 @@ class Fix:
 
     def unpatched_on(self, release: str) -> str:
         """Return why `release`, which has the defect, gets no patch; empty where it gets one."""
-        whole = (one for one in self.unpatched if not one.tests)
-        reasons = (one.reason for one in whole if _includes(one.releases, release))
-        return next(reasons, "") if self.affects(release) else ""
+        row = self._row_on(release)
+        return row.reason if row else ""
 
     def needed_on(self, release: str) -> bool:
         """Whether `release`, once it is carried, gets a patch."""
-        return self.affects(release) and not self.unpatched_on(release)
+        return self.affects(release) and not self._row_on(release)
+
+    def closed_by(self, release: str) -> str:
+        """Return the id of the fix whose patch closes the defect on `release`; empty for none."""
+        if self.needed_on(release):
+            return self.id
+        row = self._row_on(release)
+        return row.closed_by if row else ""
+
+    def _row_on(self, release: str) -> Unpatched | None:
+        """Return what says that `release`, which has the defect, gets no patch."""
+        whole = (one for one in self.unpatched if not one.tests)
+        rows = (one for one in whole if _includes(one.releases, release))
+        return next(rows, None) if self.affects(release) else None
 
     def left_open_on(self, release: str) -> tuple[str, ...]:
         """Return those of our tests that say nothing of `release`, which has a patch otherwise."""
@@ -314,6 +329,8 @@ def load_registry(path: Path = REGISTRY) -> Registry:
             faults.append(f"fix {fix.id} stands twice")
         if any(other not in fixes for other in fix.depends_on):
             faults.append(f"fix {fix.id} depends on a fix that does not stand before it")
+        if any(one.closed_by and one.closed_by not in fixes for one in fix.unpatched):
+            faults.append(f"fix {fix.id} is closed by a fix that does not stand before it")
         fixes[fix.id] = fix
     if faults:
         raise RegistryError(

@@ -76,9 +76,11 @@ def audit_wheel(path: Path, registry: Registry) -> Audit:
             inside, release = tuple(fix.id for fix in sbom.fixes), sbom.release
         else:
             release, pinned = _release_of(wheel, sha256(path))
-        found = [one for one in _defects(release, registry) if one.fix.id not in inside]
+        found = [
+            one for one in _defects(release, registry) if one.fix.closed_by(release) not in inside
+        ]
         if not pinned:
-            found = [_in_own_sources(one, wheel, release) for one in found]
+            found = [_in_own_sources(one, wheel, release, registry) for one in found]
         return Audit(wheel.name, release, inside, tuple(found))
 
 
@@ -105,10 +107,11 @@ def _defects(release: str, registry: Registry) -> Iterator[Defect]:
             yield Defect(registry.fix(fix_id), has, cell.why[0], cell.state is State.PATCHED)
 
 
-def _in_own_sources(defect: Defect, wheel: WheelReader, release: str) -> Defect:
+def _in_own_sources(defect: Defect, wheel: WheelReader, release: str, registry: Registry) -> Defect:
     """Return what is known where only the files that the fix changes can be compared."""
     try:
-        touched = read_patch(patch_for(defect.fix, release)).files
+        closing = registry.fix(defect.fix.closed_by(release))
+        touched = read_patch(patch_for(closing, release)).files
     except RegistryError:
         return Defect(defect.fix, Has.UNKNOWN, "there is no patch that names its files", False)
     for name in touched:

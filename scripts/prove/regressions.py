@@ -69,9 +69,8 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
     folder = ROOT / ".nox" / f"alone-{release}"
     try:
         alone = {
-            fix.id: environment.shadow(folder / fix.id, series.only([fix.id], registry))
-            for fix in fixes
-            if fix.id in series.fix_ids
+            one: environment.shadow(folder / one, series.only([one], registry))
+            for one in sorted({fix.closed_by(release) for fix in fixes} & {*series.fix_ids})
         }
         err.print(f"{release}: stock, patched, and {len(alone)} fixes alone, two at a time ...")
         runs = {name: Run(paths, shadow) for name, shadow in {**sides, **alone}.items()}
@@ -89,7 +88,7 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
             affected=fix.affects(release),
             stock=of_fix(fix, release, outcomes["stock"]),
             patched=of_fix(fix, release, outcomes["patched"]),
-            alone=outcomes.get(fix.id, {}),
+            alone=outcomes.get(fix.closed_by(release), {}),
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
@@ -146,10 +145,11 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
             f"file; found {', '.join(seen) or 'no test'}, expected one at least that failed "
             f"(test); {_again(verdict.fix, release)}"
         )
-    turned = registry.with_dependencies({verdict.fix})
+    closing = registry.fixes[verdict.fix].closed_by(release)
+    turned = registry.with_dependencies({closing})
     for fix in fixes:
         own = of_fix(fix, release, verdict.alone)
-        if fix.id in turned:
+        if fix.closed_by(release) in turned:
             yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed", release)
         elif fix.affects(release):
             yield from _unlike_stock(verdict.fix, f"alone, tests of {fix.id}", own, fix, release)

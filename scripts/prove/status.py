@@ -15,7 +15,7 @@ from typing import Any
 from packaging.version import Version
 
 from scripts.patchset import patch
-from scripts.patchset.patch import apply_patches
+from scripts.patchset.patch import Patch, apply_patches
 from scripts.patchset.pins import load_pins
 from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series, carried_releases, load_series
@@ -84,7 +84,11 @@ def prove_missing(release: str, registry: Registry) -> None:
     for fix in registry.fixes.values():
         for side, keys in due.items():
             proof = recorded.get((fix.id, side))
-            key = inputs(fix, release, side) if side == "stock" or fix.id in held else None
+            key = (
+                inputs(fix, release, side)
+                if side == "stock" or fix.closed_by(release) in held
+                else None
+            )
             if key is not None and (proof is None or proof.inputs != key):
                 keys.append((fix, key))
     if not any(due.values()):
@@ -165,7 +169,7 @@ def _proven(
     if stock is None:
         return None
     series = _series_of(release)
-    served = series is not None and fix.id in series.fix_ids
+    served = series is not None and fix.closed_by(release) in series.fix_ids
     has, why = _reading(fix, release, stock.outcomes)
     why = f"On the stock release {why}"
     current = _is_current(stock, fix, release, "stock")
@@ -224,12 +228,12 @@ def _hint(fix: Fix, release: str, registry: Registry, earlier: bool, key: str) -
     state = State.UNPROVEN
     if series is None:
         why = ["No release has a patch for it."]
-    elif own and fix.id not in series.fix_ids:
+    elif own and fix.closed_by(release) not in series.fix_ids:
         why = ["It has no patch there.", *_on_purpose(fix, release)]
         state = State.OPEN if fix.unpatched_on(release) else State.UNPROVEN
     else:
         try:
-            apply_patches(series.only([fix.id], registry), lambda path: read_source(release, path))
+            apply_patches(_closing(fix, series, registry), lambda path: read_source(release, path))
         except (PatchDoesNotApplyError, RegistryError) as error:
             found = error.found.splitlines()[0]
             why = [f"The patch for {series.release} does not apply: {found}"]
@@ -244,6 +248,10 @@ def _hint(fix: Fix, release: str, registry: Registry, earlier: bool, key: str) -
     return Cell(state, False, tuple(why), "nox -s status", False, key)
 
 
+def _closing(fix: Fix, series: Series, registry: Registry) -> tuple[Patch, ...]:
+    return series.only([fix.closed_by(series.release) or fix.id], registry)
+
+
 def _on_purpose(fix: Fix, release: str) -> list[str]:
     reason = fix.unpatched_on(release)
     return [f"It has no patch there on purpose: {reason}."] if reason else []
@@ -251,7 +259,7 @@ def _on_purpose(fix: Fix, release: str) -> list[str]:
 
 def _hint_inputs(fix: Fix, release: str, registry: Registry, earlier: bool) -> str:
     series, own = _nearest(fix, release)
-    patches = () if series is None else series.only([fix.id], registry)
+    patches = () if series is None else _closing(fix, series, registry)
     parts = [
         load_lock()[release].sdist.sha256, fix.applies_to, fix.unpatched_on(release),
         str(own), str(earlier), _tools(),

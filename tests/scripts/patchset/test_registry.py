@@ -75,6 +75,17 @@ class TestReading:
         assert fix.unpatched_on("0.19.1") == ""
         assert fix.unpatched_on("0.21.0") == ""  # it does not have the defect
 
+    def test_gives_the_fix_whose_patch_closes_it_too(self, tmp_path: Path) -> None:
+        more = '[[fix.unpatched]]\nreleases = "<0.20"\nreason = "as well"\nclosed-by = "1"\n'
+        second = ENTRY.replace('id = "1"', 'id = "2"') + more
+        fix = loaded(tmp_path, HEAD + ENTRY + second)["2"]
+        assert [fix.closed_by(one) for one in ("0.19.1", "0.20.0", "0.21.0")] == ["1", "2", ""]
+        assert [fix.needed_on(one) for one in ("0.19.1", "0.20.0", "0.21.0")] == [
+            False,
+            True,
+            False,
+        ]
+
     def test_gives_the_tests_of_a_part_that_has_no_patch(self, tmp_path: Path) -> None:
         more = 'releases = "<0.20"\nreason = "no such endpoint"\ntests = ["tests/a.py::test[x]"]\n'
         fix = loaded(tmp_path, f"{HEAD}{ENTRY}[[fix.unpatched]]\n{more}")["1"]
@@ -127,6 +138,11 @@ class TestReading:
                 'risk = "d"\n',
                 'risk = "d"\n[[fix.unpatched]]\nreleases = "all"\nreason = "x"\n',
                 "unpatched: Invalid specifier",
+            ),
+            (
+                'risk = "d"\n',
+                'risk = "d"\n[[fix.unpatched]]\nreleases = "<1"\nreason = "x"\nclosed-by = "9"\n',
+                "fix 1 is closed by a fix that does not stand before it",
             ),
             (
                 'risk = "d"\n',

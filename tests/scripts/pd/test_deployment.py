@@ -50,6 +50,13 @@ def test_a_defect_that_gets_no_patch_on_this_release_is_there_on_both_sides() ->
     assert said(PASSED) == [f"patched: {NODE} passed, expected failed"]
 
 
+def test_a_defect_that_another_patch_closes_is_absent_on_patched() -> None:
+    why = Unpatched(releases="<=0.20.2", reason="as well", closed_by="2")
+    registry = toys.registry(toys.fix("2"), toys.fix("1", unpatched=(why,)))
+    scenarios = {NODE: Scenario(NODE, ("1",), {"stock": FAILED, "patched": PASSED})}
+    assert list(faults_of(scenarios, BOTH, "0.20.2", registry)) == []
+
+
 def test_one_of_several_defects_is_enough() -> None:
     assert faults(("2", "1"), stock=FAILED, patched=PASSED) == []
 

@@ -110,6 +110,20 @@ def test_alone_a_fix_turns_the_tests_of_what_it_depends_on() -> None:
     assert fault.startswith("3, alone, tests of 1: ")
 
 
+@pytest.mark.parametrize("name", ["1", "2"])
+def test_alone_a_fix_turns_the_tests_of_what_it_closes_too(name: str) -> None:
+    row = Unpatched("<=0.20.2", "the same blocks", closed_by="1")
+    known = toys.registry(toys.fix("1"), toys.fix("2", unpatched=(row,)))
+    own = {f"_{name}": FAILED}
+    alone = outcomes(_1=PASSED, _2=PASSED)
+    verdict = Verdict(name, True, outcomes(**own), dict.fromkeys(outcomes(**own), PASSED), alone)
+    fixes = list(known.fixes.values())
+    assert list(_faults(verdict, fixes, "0.20.2", known)) == []
+    verdict.alone = outcomes(_1=PASSED, _2=FAILED)
+    (fault,) = _faults(verdict, fixes, "0.20.2", known)
+    assert fault.startswith(f"{name}, alone, tests of 2: ")
+
+
 def test_on_a_release_without_the_defect_its_tests_have_to_pass() -> None:
     assert faults(fix="4", stock=PASSED) == []
     (fault,) = faults(fix="4", stock=FAILED)

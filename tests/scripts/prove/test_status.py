@@ -169,6 +169,18 @@ class TestProof:
         cell = status(checkout)["0.20.2"]
         assert (cell["state"], cell["proven"], cell["why"][-1]) == ("open", True, said)
 
+    def test_of_a_release_where_another_patch_closes_it_is_patched(
+        self, checkout: Checkout
+    ) -> None:
+        registry = checkout.patches / "fixes.toml"
+        row = '[{releases = "==0.20.2", reason = "the same blocks", closed-by = "1"}]'
+        head, first, rest = registry.read_text().partition('id = "2"')
+        registry.write_text(head + first + rest.replace("unpatched = []", f"unpatched = {row}"))
+        (checkout.folder / PATCH).unlink()
+        status(checkout)
+        report = json.loads((checkout.folder / "reports" / "status.json").read_text())
+        assert report["0.20.2"]["2"]["state"] == "patched"
+
     def test_of_stock_alone_leaves_a_patched_cell_unproven(self, checkout: Checkout) -> None:
         record(checkout, "0.20.2", "stock", FAILED)
         assert states(checkout)[1] == "patched?"
