@@ -26,6 +26,7 @@ from fastapi.routing import APIRoute
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
+from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.v1.engine.admission import open_exchange
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
     from vllm.engine.protocol import EngineClient
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 _GENERATING = frozenset(
     {
@@ -216,7 +217,7 @@ async def notify(
     try:
         await tell(request_id, params, data_parallel_rank=_data_parallel_rank(request))
     except Exception:
-        logger.warning(
+        log.warning(
             "Could not tell the prefill server about rejected request %s; "
             "its KV blocks stay until the prefill server's own timeout.",
             request_id,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import logging
 from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
 from typing import Any
@@ -30,11 +31,13 @@ from tests.support.serving_app import (
     body,
     serving,
 )
+from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,
     peer_problem,
 )
+from vllm_overlay.entrypoints import rejection
 from vllm_overlay.entrypoints.verdict import is_final
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
@@ -496,9 +499,14 @@ def test_a_server_task_that_is_cancelled(
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
 def test_a_notification_that_fails(
-    play: Play, endpoint: str, stream: bool, caplog: pytest.LogCaptureFixture
+    play: Play,
+    endpoint: str,
+    stream: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It costs a log line; the client gets the answer it would have got."""
+    monkeypatch.setattr(rejection, "log", BoundedLog(logging.getLogger("vllm.kvfix")))
 
     async def test(server: Server) -> None:
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 from vllm.logger import init_logger
 
+from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     of_transfer,
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 MAX_CLAIMS = 2**17
 """Claims that are remembered; about 260 bytes each, 35 MB when there are as many.
@@ -152,7 +153,7 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
         )
     if not usable:
         request.kv_transfer_params = _without_offer(request.kv_transfer_params)
-        logger.warning(
+        log.warning(
             "Request %s: the KV blocks of request %s on engine %s are or were another request's. "
             "They are not used again; a prompt is computed here.",
             printable(request.request_id),

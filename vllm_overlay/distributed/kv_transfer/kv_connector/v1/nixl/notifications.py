@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_overlay.bounded_log import BoundedLog
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
         ReqId,
@@ -58,9 +60,6 @@ PATIENCE = 10.0
 USEFUL = 480.0
 """Seconds after which P has freed the blocks itself: its default `VLLM_NIXL_ABORT_REQUEST_TIMEOUT`.
 Leases, from 0.22.0 on, are shorter."""
-
-LOG_EVERY = 30.0
-"""Seconds between two lines in the log about peers that cannot be told."""
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -125,8 +124,7 @@ class Notifications:
         self._here = threading.local()
         self._heard: dict[str, _Heard] = {}
         self._settled: Future[None] | None = None  # done once every handshake before it is
-        self._dropped = 0
-        self._logged = float("-inf")
+        self._log = BoundedLog(logger)
 
     # Main thread.
 
@@ -184,23 +182,18 @@ class Notifications:
             self._worker._ready_requests.put(receive)
 
     def _drop(self, receives: Sequence[_Waiting], reason: str) -> None:
-        for _ in receives:
+        for _, meta in receives:
             self._worker.xfer_stats.record_failed_notification()
-        self._dropped += len(receives)
-        if time.monotonic() - self._logged < LOG_EVERY:
-            return
-        remote = receives[-1][1].remote
-        logger.warning(
-            "%d request(s) that will not read their blocks could not be reported to a prefill "
-            "server, which keeps the blocks until its own timeout; the last one is engine %.100r "
-            "at %.100r:%.20r: %.300s",
-            self._dropped,
-            remote and remote.engine_id,
-            remote and remote.host,
-            remote and remote.port,
-            reason,
-        )
-        self._dropped, self._logged = 0, time.monotonic()
+            remote = meta.remote
+            self._log.warning(
+                "A request that will not read its blocks could not be reported to a prefill "
+                "server, which keeps the blocks until its own timeout: engine %.100r at "
+                "%.100r:%.20r: %.300s",
+                remote and remote.engine_id,
+                remote and remote.host,
+                remote and remote.port,
+                reason,
+            )
 
     # The notifier's thread.
 

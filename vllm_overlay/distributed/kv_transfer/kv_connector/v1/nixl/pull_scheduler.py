@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.logger import init_logger
 
+from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     pulls,
@@ -40,7 +41,7 @@ if TYPE_CHECKING:
     )
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -145,7 +146,7 @@ def _check_push(
             checked["do_remote_prefill"] = False
         else:
             checked.use = shared.Use.IGNORE
-        logger.warning(
+        log.warning(
             "Request %s cannot have its KV blocks pushed: %s. Its prompt is computed here.",
             printable(request.request_id),
             problem,

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
+from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
+bad_params, no_such_rank = BoundedLog(logger), BoundedLog(logger)
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -103,7 +105,7 @@ def check(
     )
     if problem is not None:
         told = _disarm(scheduler, checked, groups)
-        logger.warning(
+        bad_params.warning(
             "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; "
             "%s.",
             printable(request.request_id),
@@ -278,5 +280,5 @@ def send_metadata(
 ) -> None:
     """Send a peer the metadata of a rank and what else the release says; empty if there is none."""
     if answer is None:
-        logger.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
+        no_such_rank.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
     socket.send_multipart((identity, b"", answer or b"", *more))

@@ -256,7 +256,8 @@ def test_a_prefill_that_is_offered_no_tokens_reads_none(
 ) -> None:
     """And nothing is wrong with that."""
     said: list[object] = []
-    monkeypatch.setattr(pull_scheduler.shared.logger, "warning", lambda *words: said.append(words))
+    bad_params = pull_scheduler.shared.bad_params
+    monkeypatch.setattr(bad_params, "warning", lambda *words: said.append(words))
     prefill: dict[str, Any] = {
         "do_remote_prefill": False,
         "do_remote_decode": True,

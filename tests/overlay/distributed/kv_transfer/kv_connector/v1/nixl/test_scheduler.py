@@ -21,6 +21,8 @@ from tests.support import decode_engine
 from tests.support.idle_engine import IdleEngine
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import PACKED, GroupKind, connect, nixl_of
+from vllm_overlay.bounded_log import BoundedLog
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     peer_problem,
@@ -214,7 +216,10 @@ def test_a_prefill_that_reads_from_a_decode_server(
     assert nixl.heard == {"P/0": [b"at-p:1"]}
 
 
-def test_the_log_says_once_what_is_wrong(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_what_is_wrong(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "bad_params", BoundedLog(scheduler.logger))
     logger = logging.getLogger("vllm")
     logger.addHandler(caplog.handler)
     try:
