@@ -12,6 +12,8 @@ A fork is what a fresh process would be, but for what no side of a release chang
   Nothing of vLLM, pytest or our tests is, nor anything that a plugin of pytest rewrites (anyio).
 - The version of a package is looked up once: vLLM reads the whole metadata of transformers for
   every model configuration.
+- One thread at a time parses Python. CPython 3.11 raises SystemError where two do, and they do:
+  pytest for the report of a failure, a thread of vLLM's for a traceback in the log.
 
 Start it in a process group of its own: when what started it ends, it ends the group.
 
@@ -20,6 +22,7 @@ A process with threads cannot be forked safely, so none may be left when the fir
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import gc
@@ -33,9 +36,12 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_Words = ParamSpec("_Words")
+_Result = TypeVar("_Result")
 
 SHARED = (
     "torch",
@@ -144,10 +150,22 @@ def become(run: Mapping[str, Any], output: Path) -> None:
         del sys.modules[name]
     importlib.invalidate_caches()
     importlib.metadata.version = functools.cache(importlib.metadata.version)
+    ast.parse = _one_at_a_time(ast.parse)
     module, *words = run["arguments"]
     sys.argv = [module, *words]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
     sys.exit()
+
+
+def _one_at_a_time(function: Callable[_Words, _Result]) -> Callable[_Words, _Result]:
+    lock = threading.RLock()
+
+    @functools.wraps(function)
+    def wrapper(*args: _Words.args, **kwargs: _Words.kwargs) -> _Result:
+        with lock:
+            return function(*args, **kwargs)
+
+    return wrapper
 
 
 def _path_of(variables: Mapping[str, str]) -> list[str]:

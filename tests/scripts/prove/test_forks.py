@@ -92,6 +92,28 @@ def test_how_a_run_ends(environment: Environment, tmp_path: Path, code: str, end
     assert "usage" in second.stdout
 
 
+PARSING = """\
+import ast, builtins, threading, time
+compiling, most, compile = [], [], builtins.compile
+def slow(*words, **more):
+    compiling.append(1)
+    most.append(len(compiling))
+    time.sleep(0.05)
+    compiling.pop()
+    return compile(*words, **more)
+builtins.compile = slow
+threads = [threading.Thread(target=ast.parse, args=("a = 1",)) for _ in range(4)]
+[one.start() for one in threads], [one.join() for one in threads]
+print(len(most), max(most))
+"""
+
+
+def test_one_thread_at_a_time_parses_python(environment: Environment, tmp_path: Path) -> None:
+    one = side(tmp_path, "stock", program=PARSING)
+    (ended,) = run_in_forks(environment, [Fork(["program"], one)], timeout=60)
+    assert (ended.stdout, ended.stderr) == ("4 1\n", "")
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
