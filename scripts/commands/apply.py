@@ -28,7 +28,7 @@ from scripts.patchset.target import Target
 from scripts.project import DIST, project
 from scripts.ship.difference import write_difference
 from scripts.ship.layer import ROOT_IN_IMAGE
-from scripts.system.console import entry, out
+from scripts.system.console import entry, out, parser_of
 from scripts.wheel.build import build_wheel, own_wheel
 
 _UNPROVEN = """\
@@ -65,11 +65,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nox -s apply --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("apply", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
     source = parser.add_mutually_exclusive_group()
     source.add_argument("--wheel", type=Path, metavar="FILE", help="patch this build")

@@ -10,7 +10,6 @@ the files that the fix changes are the release's. Writes reports/audit.json.
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import Counter
 from pathlib import Path
@@ -21,7 +20,7 @@ from rich.table import Table
 from scripts.patchset.registry import load_registry
 from scripts.project import REPORTS, ROOT
 from scripts.prove.audit import Audit, audit_release, audit_wheel
-from scripts.system.console import entry, out
+from scripts.system.console import entry, out, parser_of
 from scripts.system.files import replacing
 from scripts.upstream.lock import pinned_release
 
@@ -30,11 +29,7 @@ REPORT = REPORTS / "audit.json"
 
 def main() -> None:
     """Audit what the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s audit --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("audit", __doc__)
     parser.add_argument("build", metavar="RELEASE|WHEEL")
     named, registry = parser.parse_args().build, load_registry()
     if named.endswith(".whl"):

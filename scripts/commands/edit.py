@@ -13,22 +13,17 @@ is removed. A fix that has no patch yet needs its table in `patches/fixes.toml` 
 
 from __future__ import annotations
 
-import argparse
 import shutil
 
 from scripts.commits.worktree import WORKTREE, an_edit, finish, restamp, start
 from scripts.project import supported_release
-from scripts.system.console import entry
+from scripts.system.console import entry, parser_of
 from scripts.system.errors import UsageError
 
 
 def main() -> None:
     """Run the step that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s edit --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("edit", __doc__)
     parser.add_argument("release", nargs="?")
     parser.add_argument("fix", nargs="?")
     parser.add_argument("--only", action="store_true", help="this release alone")

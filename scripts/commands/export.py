@@ -27,7 +27,7 @@ from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import DIST, project
 from scripts.prove.export import prove_export
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
 
@@ -80,11 +80,7 @@ def _selected(target: Target, ids: Sequence[str] | None, registry: Registry) -> 
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nox -s export --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("export", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
     parser.add_argument("--fix", action="append", metavar="ID", help="only these; repeatable")
     target = parser.add_mutually_exclusive_group()

@@ -12,7 +12,6 @@ breaks one is kept below reports/fuzz/, and the session fails.
 
 from __future__ import annotations
 
-import argparse
 import json
 import secrets
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.project import REPORTS, ROOT
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 
@@ -31,11 +30,7 @@ _FOLDER = REPORTS / "fuzz"
 
 def main() -> None:
     """Run the cases, and print what came of them."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s fuzz --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("fuzz", __doc__)
     for kind, count in _COUNTS.items():
         parser.add_argument(f"--{kind}", type=int, default=count, metavar="N")
     parser.add_argument("--seed", default=secrets.token_hex(4))

@@ -21,12 +21,13 @@ from __future__ import annotations
 from scripts.checks.code import code_faults
 from scripts.checks.figures import figure_faults
 from scripts.checks.patch_set import patch_set_faults
-from scripts.system.console import entry, err
+from scripts.system.console import entry, err, parser_of
 from scripts.system.errors import CheckFailedError
 
 
 def main() -> None:
     """Run all checks."""
+    parser_of("lint", __doc__).parse_args()
     faults = [*code_faults(), *patch_set_faults(), *figure_faults()]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)

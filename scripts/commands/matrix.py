@@ -11,7 +11,7 @@ import json
 from packaging.version import Version
 
 from scripts.project import project
-from scripts.system.console import entry
+from scripts.system.console import entry, parser_of
 
 PYTHONS = ("3.10", "3.12", "3.13")  # of those that vLLM's wheels and kvfix support
 _ONE = "3.12"
@@ -31,6 +31,7 @@ def matrix() -> dict[str, list[dict[str, str]]]:
 
 def main() -> None:
     """Print the matrix."""
+    parser_of("matrix", __doc__).parse_args()
     print(json.dumps(matrix()))
 
 

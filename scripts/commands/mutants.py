@@ -11,7 +11,6 @@ nox -s mutants -- 0.33.0 nixl/pairing --tests tests/overlay/distributed
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from dataclasses import asdict
@@ -22,17 +21,13 @@ from rich.table import Table
 from scripts.mutants.run import TOOLS, Row, of_release, of_tools
 from scripts.mutants.verdict import SHARE, Verdict, judge, read_equivalents
 from scripts.project import REPORTS, ROOT, supported_release
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
 
 def main() -> None:
     """Try the mutants and say who survived."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s mutants --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("mutants", __doc__)
     parser.add_argument("release", help="a release, or: tools")
     parser.add_argument("module", nargs="*", help="parts of modules' paths; without any, all")
     parser.add_argument("--tests", nargs="+", default=[], help="files or folders, not all tests")

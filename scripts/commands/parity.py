@@ -13,7 +13,6 @@ fails the session too.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from shlex import quote
 
@@ -23,7 +22,7 @@ from rich.table import Table
 from scripts.patchset.registry import load_registry
 from scripts.project import project, supported_release
 from scripts.prove.parity import Comparison, compare, write_report
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 
 _SHOWN = 3  # faults of one scenario on the screen
@@ -31,11 +30,7 @@ _SHOWN = 3  # faults of one scenario on the screen
 
 def main() -> None:
     """Compare the releases that the command line names, or the default one."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s parity --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("parity", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument("-k", dest="name", default="", help="scenarios with this in their name")
     options = parser.parse_args()

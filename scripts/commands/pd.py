@@ -24,7 +24,7 @@ from scripts.pd.deployment import Scenario, enter, faults_of, logs_folder, run_s
 from scripts.pd.environment import SIDES, PdEnvironment
 from scripts.project import ROOT, project, supported_release
 from scripts.prove.outcomes import Outcome
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 
 
@@ -58,11 +58,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nox -s pd --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("pd", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
     parser.add_argument("-k", dest="expression", metavar="EXPR", help="only these scenarios")
     parser.add_argument("--side", choices=SIDES, help="only this side")

@@ -22,7 +22,6 @@ same: patches have to apply to the pinned sdist, and tests run on the pinned whe
 
 from __future__ import annotations
 
-import argparse
 import shutil
 
 from packaging.version import InvalidVersion, Version
@@ -35,7 +34,7 @@ from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series
 from scripts.project import supported_release
 from scripts.prove.stock import on_record
-from scripts.system.console import entry, out
+from scripts.system.console import entry, out, parser_of
 from scripts.system.errors import UsageError
 from scripts.system.files import only_process
 from scripts.upstream.history import upstream
@@ -44,11 +43,7 @@ from scripts.upstream.lock import locked_release
 
 def main() -> None:
     """Run the step that the command line names."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s rebase --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("rebase", __doc__)
     parser.add_argument("release", nargs="?")
     parser.add_argument("--from", dest="source", metavar="RELEASE")
     parser.add_argument("--upstream", metavar="URL-OR-PATH")

@@ -19,8 +19,6 @@ part's tests are. Where another one closes it (`closed-by`), that one is what st
 
 from __future__ import annotations
 
-import argparse
-
 from rich.table import Table
 
 from scripts.patchset.registry import load_registry
@@ -29,17 +27,13 @@ from scripts.prove.key import inputs
 from scripts.prove.outcomes import Outcome, Outcomes
 from scripts.prove.record import record
 from scripts.prove.regressions import ReleaseVerdict, prove_release, write_report
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
 
 def main() -> None:
     """Run the releases that the command line names, or the default one."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s regressions --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("regressions", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument("--fix", action="append", metavar="ID", help="only this fix; repeatable")
     options = parser.parse_args()

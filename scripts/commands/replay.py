@@ -11,19 +11,13 @@ lands. The table goes to `docs/replay.md` and `records/proofs/replay.json`.
 
 from __future__ import annotations
 
-import argparse
-
 from scripts.carry.replay import as_markdown, replay_all, write
-from scripts.system.console import entry, out
+from scripts.system.console import entry, out, parser_of
 
 
 def main() -> None:
     """Replay all transitions and write what came out."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s replay --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("replay", __doc__)
     parser.add_argument("--prove", metavar="RELEASE", nargs="+", default=[])
     options = parser.parse_args()
     transitions = replay_all(options.prove)

@@ -12,24 +12,18 @@ the same history, is a fault; what both show is open, and named.
 
 from __future__ import annotations
 
-import argparse
-
 from rich.markup import escape
 from rich.table import Table
 
 from scripts.project import project, supported_release
 from scripts.prove.simulation import SIDES, Side, simulate
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 
 
 def main() -> None:
     """Play histories on the releases that the command line names, or on the default one."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s simulate --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("simulate", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument("--side", choices=SIDES, help="stock or patched alone, not both")
     parser.add_argument("--steps", type=int, default=20_000, help="events on each side")

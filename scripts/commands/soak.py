@@ -6,12 +6,10 @@ nothing there would be worth nothing. Takes the release with the newest code, un
 
 from __future__ import annotations
 
-import sys
-
 from scripts.project import ROOT, project, supported_release
 from scripts.prove.environment import Environment
 from scripts.prove.pytest import start_pytest
-from scripts.system.console import entry, err
+from scripts.system.console import entry, err, parser_of
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel
 
@@ -24,7 +22,9 @@ _SIDES = {
 
 def main() -> None:
     """Run both sides in one environment."""
-    release = supported_release(sys.argv[1] if sys.argv[1:] else project().releases[-1])
+    parser = parser_of("soak", __doc__)
+    parser.add_argument("release", nargs="?", default=project().releases[-1])
+    release = supported_release(parser.parse_args().release)
     environment = Environment(release).make()
     wheels = {"stock": environment.stock, "patched": patched_wheel(release)}
     failed = []

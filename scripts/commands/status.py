@@ -15,7 +15,6 @@ Writes docs/status.md, reports/status.html and reports/status.json.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Sequence
 
 from scripts.patchset.registry import load_registry
@@ -30,18 +29,14 @@ from scripts.prove.status import (
     prove_missing,
     write,
 )
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, KvfixError
 from scripts.upstream.lock import load_lock, pinned_release
 
 
 def main() -> None:
     """Write the pages, after the runs that the command line asks for."""
-    parser = argparse.ArgumentParser(
-        prog="nox -s status --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("status", __doc__)
     parser.add_argument(
         "--prove", nargs="*", metavar="RELEASE", help="run the tests there, or everywhere"
     )

@@ -12,25 +12,20 @@ the tool has failed. The session succeeds on 0 and 32.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from dataclasses import asdict
 
 from scripts.carry.track import WORK, Fate, as_markdown, track
 from scripts.project import DIST
-from scripts.system.console import entry, out
+from scripts.system.console import entry, out, parser_of
 from scripts.system.errors import CARRIED, NeedsPersonError
 from scripts.system.files import only_process, replace_text
 
 
 def main() -> None:
     """Look for new releases, carry them, and leave with the exit code of the verdict."""
-    argparse.ArgumentParser(
-        prog="nox -s track --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    ).parse_args()
+    parser_of("track", __doc__).parse_args()
     WORK.parent.mkdir(exist_ok=True)
     with only_process(WORK.parent, "works on a rebase in this checkout"):
         tracked = track()

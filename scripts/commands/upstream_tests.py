@@ -20,7 +20,7 @@ import time
 from packaging.version import InvalidVersion, Version
 
 from scripts.project import REPORTS, project
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 from scripts.upstream.lock import locked_release
 from scripts.upstream_tests.report import table, write
@@ -52,11 +52,7 @@ def main() -> None:
 
 
 def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="nox -s upstream_tests --",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = parser_of("upstream_tests", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
     parser.add_argument("path", nargs="*", help="test files or folders of the release")
     parser.add_argument("-k", dest="expression", default="", metavar="EXPR", help="as pytest's")

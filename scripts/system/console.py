@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
 import signal
@@ -50,6 +51,15 @@ _STORAGE = {
     errno.EIO: "the device fails",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def parser_of(session: str, about: str | None) -> argparse.ArgumentParser:
+    """Return a parser of what stands behind `nox -s session --`; `about` is the module's text."""
+    return argparse.ArgumentParser(
+        prog=f"nox -s {session} --",
+        description=about,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def entry(main: Callable[[], None]) -> NoReturn:
