@@ -26,9 +26,9 @@ from fastapi.routing import APIRoute
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
-from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints.verdict import Verdict
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 from vllm_overlay.v1.engine.admission import open_exchange
 from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 

@@ -31,7 +31,6 @@ from tests.support.serving_app import (
     body,
     serving,
 )
-from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,
@@ -39,6 +38,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 from vllm_overlay.entrypoints import rejection
 from vllm_overlay.entrypoints.verdict import is_final
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)

@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 from vllm.logger import init_logger
 
-from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     of_transfer,
     printable,
 )
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -39,7 +39,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
-from vllm_overlay.bounded_log import BoundedLog
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
-from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
@@ -25,6 +24,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     printable,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
     import zmq

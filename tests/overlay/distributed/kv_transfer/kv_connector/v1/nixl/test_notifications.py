@@ -12,12 +12,12 @@ import pytest
 from tests.support.nixl_release import NixlConnectorMetadata
 from tests.support.nixl_worker import nixl_of, rank_key, step
 from tests.support.side_channel import Fleet, silent
-from vllm_overlay.bounded_log import LINES
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import notifications
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     MAX_PEERS,
     pending_notifications,
 )
+from vllm_overlay.logging_utils.bounded_log import LINES
 
 HANDSHAKES = "vllm-nixl-handshake-initiator"
 

@@ -21,12 +21,12 @@ from tests.support import decode_engine
 from tests.support.idle_engine import IdleEngine
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import PACKED, GroupKind, connect, nixl_of
-from vllm_overlay.bounded_log import BoundedLog
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     peer_problem,
 )
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = range(40)
 _names = (f"request-{i}" for i in itertools.count())

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from vllm_overlay import bounded_log
-from vllm_overlay.bounded_log import LINES, PERIOD, BoundedLog
+from vllm_overlay.logging_utils import bounded_log
+from vllm_overlay.logging_utils.bounded_log import LINES, PERIOD, BoundedLog
 
 
 class Clock:
