@@ -43,8 +43,8 @@ class _Uncached(list[int]):
 def with_hits(block_ids: BlockIds, blocks: KVCacheBlocks) -> BlockIds:
     """Up to 0.28.0: have the blocks that are to be read say how many the prefix cache had.
 
-    From 0.29.0 on the request's metadata says it. A release that does not is not told in another
-    field either: what reaches the worker are these lists.
+    From 0.29.0 on the request's metadata has a field for that. Here the lists themselves carry it:
+    they are what reaches the worker, and to all others they are lists as before.
     """
     found = []
     for ids, group in zip(block_ids, blocks.blocks, strict=False):
@@ -116,7 +116,7 @@ def _cut(worker: Any, meta: ReqMeta, tokens: int) -> None:  # noqa: ANN401 - of 
     ]
 
 
-def _of_window(theirs: Sequence[int], beyond: int | None, needed: int) -> Sequence[int]:
+def _of_window(theirs: list[int], beyond: int | None, needed: int) -> list[int]:
     """Return of a window's last blocks those up to the end of the prompt.
 
     Args:
@@ -129,7 +129,7 @@ def _of_window(theirs: Sequence[int], beyond: int | None, needed: int) -> Sequen
     """
     if not needed:
         return []
-    kept = theirs[: len(theirs) - max(beyond, 0)] if beyond is not None else ()
+    kept = theirs[: len(theirs) - max(beyond, 0)] if beyond is not None else []
     if len(kept) < needed or _NULL_BLOCK in kept[-needed:]:
         raise ValueError(
             f"P has generated after the prompt, and of a sliding window it names {len(theirs)} "
@@ -149,9 +149,8 @@ def _hits(worker: Any, meta: ReqMeta) -> list[int] | None:  # noqa: ANN401 - of 
     counted: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())  # from 0.29.0 on
     if counted:
         return [counted[index] for index in transfer_group_ids(worker.kv_cache_config)]
-    if all(isinstance(ids, _Uncached) for ids in meta.local_block_ids):
-        return [ids.hits for ids in meta.local_block_ids]  # type: ignore[union-attr, unused-ignore]
-    return None
+    said = [ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached)]
+    return said or None
 
 
 def _keeps_all(spec: KVCacheSpec) -> bool:
