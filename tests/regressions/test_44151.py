@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.decode_engine import DecodeEngine
-from tests.support.nixl_worker import connect, nixl_of
+from tests.support.nixl_worker import connect, make_worker, nixl_of, receive
 from tests.support.prefill_engine import PrefillEngine
 
 ENDS_LATER = [30, 32, 46]
@@ -46,12 +45,11 @@ def test_a_window_ends_with_the_prompt(length: int) -> None:
 @pytest.mark.parametrize("length", ENDS_LATER)
 def test_decode_reads_the_first_block_first(length: int) -> None:
     [blocks] = offered = prefilled(range(length))
-    engine = DecodeEngine()
-    connect(engine.worker, "P")
-    engine.ask("asked", range(length), offered)
-    engine.step()
-    [read] = nixl_of(engine.worker).reads
-    keys_of_first_layer = range(engine.worker.num_blocks)
+    worker = make_worker(num_blocks=64)
+    connect(worker, "P")
+    receive(worker, local_blocks=[range(1, 1 + -(-length // 16))], remote_blocks=offered)
+    [read] = nixl_of(worker).reads
+    keys_of_first_layer = range(worker.num_blocks)
     assert [index for index in read.remote if index in keys_of_first_layer] == list(
         blocks[: -(-length // 16)]
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.24.0 on: what later releases say of themselves in a field of its own."""
+"""All releases: what later releases say of themselves in a field of its own."""
 
 from __future__ import annotations
 
