@@ -11,8 +11,7 @@ The slots stay reserved: else a request that was loaded might find no block when
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import (
@@ -47,9 +46,9 @@ def without_reserved(
     groups with blocks of its size. Where there is none, or P names enough, all stay, as on stock;
     and always those of states, and of an encoder's tokens.
     """
-    theirs = (request.kv_transfer_params or {}).get("remote_block_ids")
+    theirs = (request.kv_transfer_params or {}).get("remote_block_ids") or ()
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-    if not len(block_ids) == len(specs) == _count(theirs):
+    if not len(block_ids) == len(specs) == len(theirs):
         return block_ids
     parallel = scheduler.vllm_config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
@@ -57,7 +56,7 @@ def without_reserved(
         if _keeps_all(spec):
             cached = len(held) - len(new)
             filled = cached + cdiv(loaded_tokens, spec.block_size * ranks)
-            surplus = max(0, len(held) - max(filled, _count(named)))
+            surplus = max(0, len(held) - max(filled, len(named)))
             size = spec.block_size
             break
     else:
@@ -75,7 +74,3 @@ def _keeps_all(spec: KVCacheSpec) -> bool:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return all(map(_keeps_all, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
-
-
-def _count(named: Sequence[Any] | None) -> int:
-    return len(named or ())
