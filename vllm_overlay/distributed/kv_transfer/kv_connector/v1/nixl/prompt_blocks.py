@@ -100,7 +100,7 @@ def _cut(worker: Any, meta: ReqMeta, tokens: int) -> None:  # noqa: ANN401 - of 
     ends = {
         group: cdiv((hits[group] + len(ours[group])) * ours_hold, tokens)
         for group, spec in enumerate(specs)
-        if _keeps_all(spec)
+        if keeps_all(spec)
     }
     if all(len(theirs[group]) <= end for group, end in ends.items()):  # nearly always
         return
@@ -153,8 +153,8 @@ def _hits(worker: Any, meta: ReqMeta) -> list[int] | None:  # noqa: ANN401 - of 
     return said or None
 
 
-def _keeps_all(spec: KVCacheSpec) -> bool:
+def keeps_all(spec: KVCacheSpec) -> bool:
     """Whether a group's blocks are named from the first token on."""
     if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(_keeps_all, spec.kv_cache_specs.values()))
+        return all(map(keeps_all, spec.kv_cache_specs.values()))
     return isinstance(spec, FullAttentionSpec)
