@@ -14,12 +14,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import (
-    CrossAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.prompt_blocks import keeps_all
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
@@ -27,7 +24,6 @@ if TYPE_CHECKING:
         NixlConnectorScheduler,
     )
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 
@@ -53,7 +49,7 @@ def without_reserved(
     parallel = scheduler.vllm_config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     for spec, held, new, named in zip(specs, blocks.blocks, block_ids, theirs, strict=True):
-        if _keeps_all(spec):
+        if keeps_all(spec):
             cached = len(held) - len(new)
             filled = cached + cdiv(loaded_tokens, spec.block_size * ranks)
             surplus = max(0, len(held) - max(filled, len(named)))
@@ -67,10 +63,3 @@ def without_reserved(
         else ids[: len(ids) - surplus]
         for spec, ids in zip(specs, block_ids, strict=True)
     ]
-
-
-def _keeps_all(spec: KVCacheSpec) -> bool:
-    """Whether a group has a block for every so many tokens of a request."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(_keeps_all, spec.kv_cache_specs.values()))
-    return isinstance(spec, FullAttentionSpec)
