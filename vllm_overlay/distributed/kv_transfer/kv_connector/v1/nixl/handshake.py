@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.20.0 on: a handshake leaves a connected engine behind, or nothing.
+"""All releases: a handshake leaves a connected engine behind, or nothing.
 
 D enters what each rank of a peer says about itself below the peer's engine id, and checks it after
 that. If the handshake then fails, at this rank or at a later one, what was entered would be held

@@ -30,7 +30,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker impor
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
     notifications as notifications,  # a hook takes it from here
 )
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import read_failed
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
@@ -231,42 +230,5 @@ def tells_the_others(read: _ReadForRequest) -> _ReadForRequest:
         if self.use_mla and len(plan.all_source_ranks) == 1 and req_id not in self._recv_failures:
             # Ranks with the same latent cache as the one that is read have been told meanwhile.
             reads.told.update(agents)
-
-    return wrapper
-
-
-# ---------------------------------------------------------------- 55471
-
-
-class RenewsPeers(NixlBaseConnectorWorker):
-    """A base for `NixlPullConnectorWorker` up to 0.31.0: a failed read disconnects its peer."""
-
-    def _handle_failed_transfer(
-        self,
-        req_id: str,
-        handle: TransferHandle | None,
-        failed_req_ids: set[str] | None = None,
-        *counted: bool,  # whether to count it: from 0.31.0 on
-        **named: bool,
-    ) -> bool:
-        # Without a handle it may be anything; a read that was not even made: `renews_peer`.
-        meta = self._recving_metadata.get(req_id) if handle is not None else None
-        if meta is not None and meta.remote is not None:
-            read_failed(self, meta.remote.engine_id)
-        return super()._handle_failed_transfer(req_id, handle, failed_req_ids, *counted, **named)
-
-
-def renews_peer(read: _ReadBlocks) -> _ReadBlocks:
-    """Have `_read_blocks` disconnect a peer that NIXL refuses to read from.
-
-    It stands next to upstream's own, which answers False for nothing else.
-    """
-
-    @functools.wraps(read)
-    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
-        posted = read(self, **arguments)
-        if not posted:
-            read_failed(self, arguments["dst_engine_id"])
-        return posted
 
     return wrapper
