@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import (
     ScriptedNixl,
     agent_name,
@@ -327,7 +327,9 @@ def test_a_peer_that_calls_itself_as_we_do_is_not_disconnected() -> None:
     with worker._handshake_lock:
         worker._remote_agents[worker.engine_id] = {0: "itself"}
     renewal.read_failed(worker, worker.engine_id)
-    lives(step, worker)
+    lives(worker.start_load_kv, NixlConnectorMetadata())
+    with worker._handshake_lock:
+        assert worker._remote_agents.pop(worker.engine_id) == {0: "itself"}
     assert removed(nixl_of(worker)) == []
     assert worker.engine_id in worker.dst_num_blocks
 
