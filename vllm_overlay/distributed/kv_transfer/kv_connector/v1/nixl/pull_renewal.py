@@ -7,12 +7,16 @@ Everything runs on the worker's main thread.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import read_failed
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
+    is_of_the_peer,
+    read_failed,
+)
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import TransferHandle
@@ -35,6 +39,7 @@ class RenewsPeers(NixlBaseConnectorWorker):
         **named: bool,
     ) -> bool:
         # Without a handle it may be anything; a read that was not even made: `renews_peer`.
+        self._read_error = sys.exc_info()[1] if handle is None else None
         meta = self._recving_metadata.get(req_id) if handle is not None else None
         if meta is not None and meta.remote is not None:
             read_failed(self, meta.remote.engine_id)
@@ -50,7 +55,7 @@ def renews_peer(read: _ReadBlocks) -> _ReadBlocks:
     @functools.wraps(read)
     def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
         posted = read(self, **arguments)
-        if not posted:
+        if not posted and is_of_the_peer(vars(self).pop("_read_error", None)):
             read_failed(self, arguments["dst_engine_id"])
         return posted
 

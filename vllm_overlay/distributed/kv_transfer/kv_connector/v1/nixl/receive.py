@@ -44,7 +44,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import read_failed
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
+    is_of_the_peer,
+    read_failed,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
 
 if TYPE_CHECKING:
@@ -507,7 +510,7 @@ class RenewedReceives(ToldReceives):
 
     def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
         super()._not_posted(req_id, meta, error)
-        if isinstance(error, _ReadRefusedError):
+        if isinstance(error, _ReadRefusedError) and is_of_the_peer(error.__context__):
             self._renew(meta)
 
     def _renew(self, meta: ReqMeta | None) -> None:

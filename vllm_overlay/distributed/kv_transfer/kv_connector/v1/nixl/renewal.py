@@ -118,6 +118,12 @@ def _reads(meta: ReqMeta) -> bool:
     return any(len(group) > 0 for group in meta.local_block_ids)
 
 
+def is_of_the_peer(error: BaseException | None) -> bool:
+    """Whether what NIXL raised can be about the peer. About numbers of blocks that the peer does
+    not have it raises first, and a client may have made them up."""
+    return type(error).__name__ != "nixlInvalidParamError"
+
+
 def read_failed(worker: _Worker, engine_id: str) -> None:
     """Have a worker shake hands anew with an engine, because NIXL could not read from it."""
     # Made on demand: a test may make a worker without its constructor.

@@ -92,6 +92,25 @@ def test_nothing_is_released_while_a_read_is_in_flight_and_new_ones_wait() -> No
     assert nixl.misuse == []
 
 
+class nixlInvalidParamError(Exception):  # noqa: N801, N818 - NIXL's own name
+    """What NIXL raises where a number of a block is beyond what the peer has."""
+
+
+def test_numbers_that_a_client_made_up_disconnect_nobody() -> None:
+    worker, nixl, peers = connected()
+    ask(worker, "slow", 1)
+    nixl.on["make_prepped_xfer"] = raising(nixlInvalidParamError("NIXL_ERR_INVALID_PARAM"))
+    ask(worker, "made up", 2)
+    lives(step, worker)
+    nixl.on.clear()
+    ask(worker, "new", 3)
+    assert len(nixl.in_flight()) == 2  # it does not wait
+    nixl.finish(*nixl.in_flight())
+    lives(step, worker)
+    assert (removed(nixl), peers.asked) == ([], [])
+    assert worker.get_block_ids_with_load_errors() == {2}
+
+
 def test_a_good_read_that_ends_after_a_bad_one_is_received() -> None:
     worker, nixl, _ = connected()
     ask(worker, "good", 1)
