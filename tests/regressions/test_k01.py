@@ -6,18 +6,23 @@ is still in flight then writes into somebody else's blocks, and nothing looks wr
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.support.nixl_release import NixlConnectorWorker
 from tests.support.nixl_worker import (
     agent_name,
     attempt,
+    await_handshakes,
     connect,
     make_worker,
     nixl_of,
     raising,
     receive,
     received,
+    register_peer,
+    script_handshake,
     step,
 )
 from tests.support.receive_machine import broken_claim
@@ -86,7 +91,10 @@ def test_the_id_can_be_used_again_after_the_report() -> None:
     nixl.finish(*nixl.in_flight())
     assert received(worker) == {"req-d"}
     assert worker.get_block_ids_with_load_errors() == {1, 2}
+    script_handshake(worker, functools.partial(register_peer, worker))  # with 55471
     assert attempt(receive, worker, "req-d", local_blocks=[[3, 4]], tp_size=2) is None
+    await_handshakes(worker)
+    assert attempt(step, worker) == (set(), set())
     assert len(nixl.in_flight()) == 2
     nixl.finish(*nixl.in_flight())
     assert received(worker) == {"req-d"}

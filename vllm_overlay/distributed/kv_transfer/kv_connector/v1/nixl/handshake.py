@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.20.0 on: a handshake leaves a connected engine behind, or nothing.
+"""All releases: a handshake leaves a connected engine behind, or nothing.
 
 D enters what each rank of a peer says about itself below the peer's engine id, and checks it after
 that. If the handshake then fails, at this rank or at a later one, what was entered would be held
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
@@ -41,6 +41,14 @@ _OF_ENGINES = (
     "dst_uses_region_group_mapping",
 )
 """The worker's tables by engine id, as far as a release has them."""
+
+_OF_CONNECTED = (
+    "_tp_size",  # up to 0.19.1, as the next; the topology shares them
+    "_block_size",
+    "_engine_last_active",  # from 0.24.0 on
+    "_engine_clock_offset",  # from 0.26.0 on
+)
+"""Those that are entered with an engine, or checked by a handshake that is not ours to undo."""
 
 _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
 """The topology's, up to 0.23.0. There an engine's key says its pipeline stage too, which for NIXL
@@ -115,14 +123,33 @@ def forget(worker: _Worker, engine_id: str) -> None:
     """
     if engine_id == worker.engine_id or engine_id in worker._remote_agents:
         return
+    _undo(worker, engine_id, _loaded(worker).pop(engine_id, ()))
+
+
+def disconnect(worker: _Worker, engine_id: str) -> None:
+    """Undo what a handshake that succeeded has entered. The engine is not our own.
+
+    NIXL must have nothing under way with it, nor be loading agents in another thread.
+    """
+    with worker._handshake_lock:
+        agents = worker._remote_agents.pop(engine_id, {})
+        addresses = vars(worker).get("_engine_by_address", {})
+        for address in [where for where, who in addresses.items() if who == engine_id]:
+            del addresses[address]
+    _undo(worker, engine_id, agents.values())
+    for table in _OF_CONNECTED:
+        vars(worker).get(table, {}).pop(engine_id, None)
+
+
+def _undo(worker: _Worker, engine_id: str, agents: Iterable[str]) -> None:
     nixl, tables = worker.nixl_wrapper, worker.__dict__
     for handle in tables.get("dst_xfer_side_handles", {}).pop(engine_id, {}).values():
         _give_back(nixl.release_dlist_handle, handle)
-    for agent in _loaded(worker).pop(engine_id, ()):
+    for agent in agents:
         _give_back(nixl.remove_remote_agent, agent)
     for table in _OF_ENGINES:
         tables.get(table, {}).pop(engine_id, None)
-    topology: Any = worker.transfer_topo
+    topology: Any = getattr(worker, "transfer_topo", None)
     if hasattr(topology, "unregister_remote_engine"):
         topology.unregister_remote_engine(engine_id)
         return
@@ -135,4 +162,4 @@ def _give_back(release: Callable[[Any], None], what: object) -> None:
     try:
         release(what)
     except Exception:
-        logger.warning("NIXL keeps %s of a peer whose handshake failed.", what, exc_info=True)
+        logger.warning("NIXL keeps %s of a peer that is no longer connected.", what, exc_info=True)

@@ -44,6 +44,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
+    is_of_the_peer,
+    read_failed,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
 
 if TYPE_CHECKING:
@@ -489,3 +493,26 @@ class ToldReceives(GuardedReceives):
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         # Not by index: that would make the engine look connected.
         return self._worker._remote_agents.get(meta.remote.engine_id, {})
+
+
+class RenewedReceives(ToldReceives):
+    """55471: after NIXL could not read from an engine, the next receive shakes hands with it anew.
+
+    What fails before NIXL is asked, and a handshake, say nothing about the connection.
+    """
+
+    def fail(self, req_id: ReqId, handle: TransferHandle | None) -> None:
+        """Record that a receive fails; `handle` is the read that failed, if one was made."""
+        meta = self._worker._recving_metadata.get(req_id)
+        super().fail(req_id, handle)
+        if handle is not None:
+            self._renew(meta)
+
+    def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
+        super()._not_posted(req_id, meta, error)
+        if isinstance(error, _ReadRefusedError) and is_of_the_peer(error.__context__):
+            self._renew(meta)
+
+    def _renew(self, meta: ReqMeta | None) -> None:
+        if meta is not None and meta.remote is not None:
+            read_failed(self._worker, meta.remote.engine_id)

@@ -1,0 +1,370 @@
+"""An engine that a read has failed from is forgotten, neither too early nor too late."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
+from tests.support.nixl_worker import (
+    ScriptedNixl,
+    agent_name,
+    await_handshakes,
+    connect,
+    lives,
+    make_worker,
+    nixl_of,
+    raising,
+    receive,
+    register_peer,
+    script_handshake,
+    step,
+    topology_of,
+)
+
+renewal = pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal", reason="up to 0.31.0"
+)
+if not hasattr(NixlConnectorWorker.start_load_kv, "__wrapped__"):
+    pytest.skip("up to 0.31.0", allow_module_level=True)
+
+BROKEN = RuntimeError("remote disconnected")
+
+
+class Peers:
+    """Peers that answer handshakes, each time as if they had just started."""
+
+    def __init__(self, worker: NixlConnectorWorker) -> None:
+        self.worker = worker
+        self.asked: list[str] = []
+        self.away: set[str] = set()
+        self.changes: dict[str, Any] = {}
+        script_handshake(worker, self._answer)
+
+    def _answer(self, engine_id: str, tp_size: int) -> dict[Any, str]:
+        self.asked.append(engine_id)
+        if engine_id in self.away:
+            raise ConnectionError(engine_id)
+        return register_peer(self.worker, engine_id, tp_size, **self.changes)
+
+
+def connected(*, ranks: int = 1, **config: Any) -> tuple[NixlConnectorWorker, ScriptedNixl, Peers]:  # noqa: ANN401
+    worker = make_worker(**config)
+    connect(worker, "P", tp_size=ranks)
+    return worker, nixl_of(worker), Peers(worker)
+
+
+def ask(worker: NixlConnectorWorker, req_id: str, block: int, **more: Any) -> None:  # noqa: ANN401
+    """One step that asks for a block of a request, and ends what handshakes it began."""
+    lives(receive, worker, req_id, local_blocks=[[block]], remote_blocks=[[block]], **more)
+    await_handshakes(worker)
+
+
+def removed(nixl: ScriptedNixl) -> list[str]:
+    return [agent for (agent,) in nixl.called("remove_remote_agent")]
+
+
+def test_nothing_is_released_while_a_read_is_in_flight_and_new_ones_wait() -> None:
+    worker, nixl, peers = connected()
+    ask(worker, "slow", 1)
+    ask(worker, "bad", 2)
+    slow, bad = nixl.reads
+    nixl.fail(bad)
+    assert lives(step, worker)[1] == {"bad"}
+    ask(worker, "new", 3)
+    ask(worker, "newer", 4)
+    assert nixl.reads == [slow, bad]
+    assert (removed(nixl), nixl.called("release_dlist_handle"), peers.asked) == ([], [], [])
+    nixl.finish(slow)
+    assert worker.get_finished()[1] == {"slow"}
+    lives(step, worker)
+    await_handshakes(worker)
+    lives(step, worker)
+    assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
+    assert len(nixl.called("release_dlist_handle")) == 1
+    fresh = nixl.reads[2:]
+    assert len(fresh) == 2
+    nixl.finish(*fresh)
+    assert lives(step, worker)[1] == {"new", "newer"}
+    assert worker.get_block_ids_with_load_errors() == {2}
+    assert nixl.misuse == []
+
+
+class nixlInvalidParamError(Exception):  # noqa: N801 - NIXL's own name
+    """What NIXL raises where a number of a block is beyond what the peer has."""
+
+
+def test_numbers_that_a_client_made_up_disconnect_nobody() -> None:
+    worker, nixl, peers = connected()
+    ask(worker, "slow", 1)
+    nixl.on["make_prepped_xfer"] = raising(nixlInvalidParamError("NIXL_ERR_INVALID_PARAM"))
+    ask(worker, "made up", 2)
+    lives(step, worker)
+    nixl.on.clear()
+    ask(worker, "new", 3)
+    assert len(nixl.in_flight()) == 2  # it does not wait
+    nixl.finish(*nixl.in_flight())
+    lives(step, worker)
+    assert (removed(nixl), peers.asked) == ([], [])
+    assert worker.get_block_ids_with_load_errors() == {2}
+
+
+def test_a_good_read_that_ends_after_a_bad_one_is_received() -> None:
+    worker, nixl, _ = connected()
+    ask(worker, "good", 1)
+    ask(worker, "bad", 2)
+    nixl.fail(nixl.reads[1])
+    lives(step, worker)
+    nixl.finish(nixl.reads[0])
+    assert lives(step, worker)[1] == {"good"}
+    assert worker.get_block_ids_with_load_errors() == {2}
+
+
+def test_new_receives_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, nixl, peers = connected()
+    ask(worker, "hangs", 1)
+    ask(worker, "bad", 2)
+    nixl.fail(nixl.reads[1])
+    lives(step, worker)
+    ask(worker, "new", 3)
+    assert len(nixl.reads) == 2
+    now = renewal.time.monotonic() + renewal.PATIENCE
+    monkeypatch.setattr(renewal.time, "monotonic", lambda: now)
+    ask(worker, "newer", 4)
+    # As on stock, over the connection that there is, which the read that hangs still needs.
+    assert [read.local for read in nixl.reads[2:]] != []
+    assert len(nixl.in_flight()) == 3
+    assert (removed(nixl), peers.asked) == ([], [])
+    nixl.finish(*nixl.in_flight())
+    assert lives(step, worker)[1] == {"hangs", "new", "newer"}
+    lives(step, worker)
+    assert removed(nixl) == [agent_name("P", 0)]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_other_engines_are_left_alone(ranks: int) -> None:
+    worker, nixl, peers = connected(ranks=ranks)
+    connect(worker, "Q")
+    ask(worker, "other", 1, engine_id="Q")
+    ask(worker, "bad", 2, tp_size=ranks)
+    nixl.fail(*nixl.reads[1:])
+    lives(step, worker)
+    ask(worker, "more", 3, engine_id="Q")
+    assert removed(nixl) == [agent_name("P", rank) for rank in range(ranks)]
+    assert len(nixl.in_flight()) == 2
+    nixl.finish(*nixl.in_flight())
+    assert lives(step, worker)[1] == {"other", "more"}
+    assert peers.asked == []
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("bad", [0, 1])
+def test_ranks_that_answer_do_not_keep_one_that_is_gone(mla: bool, bad: int) -> None:
+    worker, nixl, peers = connected(ranks=2, mla=mla)
+    gone = agent_name("P", bad)
+    nixl.on["transfer"] = raising(
+        BROKEN, lambda handle: any(r.handle == handle and r.agent == gone for r in nixl.reads)
+    )
+    # Always one more before the last has ended: on its own the engine is never without reads.
+    ask(worker, "1", 1, tp_size=2)
+    for number in range(2, 5):
+        ask(worker, str(number), number, tp_size=2)
+        nixl.finish(*nixl.in_flight())
+        lives(step, worker)
+    if mla and bad == 1:  # a copy, which is not read
+        assert peers.asked == []
+        return
+    assert peers.asked
+    nixl.on.clear()
+    lives(step, worker)
+    ask(worker, "d", 5, tp_size=2)
+    lives(step, worker)
+    nixl.finish(*nixl.in_flight())
+    assert "d" in lives(step, worker)[1]
+    assert 5 not in worker.get_block_ids_with_load_errors()
+    assert nixl.misuse == []
+
+
+def test_what_p_is_now_counts() -> None:
+    worker, nixl, peers = connected()
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    peers.changes = {"num_blocks": worker.num_blocks + 3, "agent_metadata": b"P/anew"}
+    ask(worker, "d", 2)
+    lives(step, worker)
+    assert worker.dst_num_blocks["P"] == worker.num_blocks + 3
+    assert nixl.reads[-1].agent == "P/anew"
+
+
+def test_p_may_come_back_with_other_ranks() -> None:
+    worker, nixl, _ = connected()
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    ask(worker, "d", 2, tp_size=2)
+    lives(step, worker)
+    assert {read.agent for read in nixl.in_flight()} == {agent_name("P", 0), agent_name("P", 1)}
+
+
+def known(worker: NixlConnectorWorker) -> set[str]:
+    """Where a worker and its topology have something about P."""
+    return {
+        name
+        for where in (worker, topology_of(worker))
+        for name, table in vars(where).items()
+        if isinstance(table, dict)
+        and any("P" in (key if type(key) is tuple else [key]) for key in table)
+    }
+
+
+def test_nothing_is_left_of_an_engine_that_is_forgotten() -> None:
+    worker, nixl, _ = connected()
+    assert known(worker)
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    lives(step, worker)
+    assert known(worker) == set()
+    assert worker.engine_id in worker.dst_num_blocks
+
+
+def test_a_p_that_stays_away_costs_each_request_one_handshake() -> None:
+    worker, nixl, peers = connected()
+    peers.away = {"P"}
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    for number in range(2, 6):
+        ask(worker, str(number), number)
+        assert lives(step, worker)[1] == {str(number)}
+        assert len(peers.asked) == number - 1
+        for _ in range(5):
+            assert lives(step, worker) == (set(), set())
+    assert len(peers.asked) == 4
+    assert worker.get_block_ids_with_load_errors() == set(range(1, 6))
+
+
+def test_a_p_that_answers_and_cannot_be_read_costs_each_request_one_handshake() -> None:
+    worker, nixl, peers = connected()
+    nixl.on["transfer"] = raising(BROKEN)
+    for number in range(1, 5):
+        ask(worker, str(number), number)
+        lives(step, worker)
+        for _ in range(5):
+            lives(step, worker)
+        assert len(peers.asked) == number - 1
+    assert worker.get_block_ids_with_load_errors() == set(range(1, 5))
+    assert len(removed(nixl)) == 4
+
+
+def test_a_handshake_that_is_under_way_is_waited_for() -> None:
+    """Its thread loads what NIXL knows of a peer, which is no time to remove another."""
+    worker, nixl, peers = connected()
+    go_on = threading.Event()
+    answer = peers._answer
+
+    def slow(engine_id: str, tp_size: int) -> dict[Any, str]:
+        if engine_id == "Q":
+            go_on.wait(10)
+        return answer(engine_id, tp_size)
+
+    script_handshake(worker, slow)
+    lives(receive, worker, "other", local_blocks=[[1]], remote_blocks=[[1]], engine_id="Q")
+    lives(receive, worker, "bad", local_blocks=[[2]], remote_blocks=[[2]])
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    lives(receive, worker, "d", local_blocks=[[3]], remote_blocks=[[3]])
+    assert (removed(nixl), len(nixl.reads)) == ([], 1)
+    go_on.set()
+    await_handshakes(worker)
+    lives(step, worker)
+    assert removed(nixl) == [agent_name("P", 0)]
+    await_handshakes(worker)
+    lives(step, worker)
+    assert sorted(read.agent for read in nixl.in_flight()) == [
+        agent_name("P", 0),
+        agent_name("Q", 0),
+    ]
+
+
+def test_a_read_that_nixl_does_not_let_go_of_keeps_its_engine() -> None:
+    worker, nixl, _ = connected()
+    nixl.on["release_xfer_handle"] = raising(BROKEN)
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    for _ in range(3):
+        assert lives(step, worker) == (set(), set())
+    assert (removed(nixl), nixl.called("release_dlist_handle")) == ([], [])
+    del nixl.on["release_xfer_handle"]
+    assert lives(step, worker)[1] == {"bad"}
+    lives(step, worker)
+    assert removed(nixl) == [agent_name("P", 0)]
+
+
+@pytest.mark.parametrize("call", ["remove_remote_agent", "release_dlist_handle"])
+def test_what_nixl_keeps_does_not_keep_d_from_going_on(call: str) -> None:
+    worker, nixl, peers = connected()
+    nixl.on[call] = raising(BROKEN)
+    ask(worker, "bad", 1)
+    nixl.fail(*nixl.reads)
+    lives(step, worker)
+    ask(worker, "d", 2)
+    lives(step, worker)
+    assert peers.asked == ["P"]
+    nixl.finish(*nixl.in_flight())
+    assert lives(step, worker)[1] == {"d"}
+    del nixl.on[call]
+
+
+def test_one_that_only_notifies_does_not_wait() -> None:
+    """Nothing else may be asked of D for long, and then there are no steps."""
+    worker, nixl, _ = connected()
+    ask(worker, "slow", 1)
+    ask(worker, "bad", 2)
+    nixl.fail(nixl.reads[1])
+    lives(step, worker)
+    before = len(nixl.heard[agent_name("P", 0)])
+    lives(receive, worker, "gone", local_blocks=[], remote_request_id="other")
+    assert [w.split(b":")[0] for w in nixl.heard[agent_name("P", 0)][before:]] == [b"other"]
+
+
+def test_what_fails_before_nixl_is_asked_does_not_disconnect() -> None:
+    worker, nixl, peers = connected()
+    lives(receive, worker, "bad", local_blocks=[[1]], remote_blocks=[[1], [2], [3]])
+    lives(step, worker)
+    nixl.finish(*nixl.in_flight())
+    lives(step, worker)
+    lives(step, worker)
+    assert (removed(nixl), peers.asked) == ([], [])
+
+
+def test_a_peer_that_calls_itself_as_we_do_is_not_disconnected() -> None:
+    worker = make_worker()
+    with worker._handshake_lock:
+        worker._remote_agents[worker.engine_id] = {0: "itself"}
+    renewal.read_failed(worker, worker.engine_id)
+    lives(worker.start_load_kv, NixlConnectorMetadata())
+    with worker._handshake_lock:
+        assert worker._remote_agents.pop(worker.engine_id) == {0: "itself"}
+    assert removed(nixl_of(worker)) == []
+    assert worker.engine_id in worker.dst_num_blocks
+
+
+def test_an_engine_that_vllm_has_evicted_meanwhile_is_let_go() -> None:
+    worker, nixl, peers = connected()
+    renewal.read_failed(worker, "P")
+    renewal.disconnect(worker, "P")
+    ask(worker, "d", 1)
+    lives(step, worker)
+    assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
+    assert len(nixl.in_flight()) == 1
+
+
+def test_a_worker_that_pushes_is_left_as_it_is() -> None:
+    push = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker")
+    start = push.NixlPushConnectorWorker.start_load_kv
+    assert not hasattr(start, "__wrapped__")
+    assert NixlConnectorWorker not in push.NixlPushConnectorWorker.__mro__

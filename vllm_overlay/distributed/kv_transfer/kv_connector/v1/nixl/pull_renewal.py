@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0.30.0 to 0.31.0: which reads `renewal` is about, where the worker itself keeps failed receives.
+
+Everything runs on the worker's main thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
+    is_of_the_peer,
+    read_failed,
+)
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import TransferHandle
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
+        NixlPullConnectorWorker,
+    )
+
+_ReadBlocks = Callable[..., bool]
+
+
+class RenewsPeers(NixlBaseConnectorWorker):
+    """A base for `NixlPullConnectorWorker`: a failed read disconnects its peer."""
+
+    def _handle_failed_transfer(
+        self,
+        req_id: str,
+        handle: TransferHandle | None,
+        failed_req_ids: set[str] | None = None,
+        *counted: bool,  # whether to count it: from 0.31.0 on
+        **named: bool,
+    ) -> bool:
+        # Without a handle it may be anything; a read that was not even made: `renews_peer`.
+        self._read_error = sys.exc_info()[1] if handle is None else None
+        meta = self._recving_metadata.get(req_id) if handle is not None else None
+        if meta is not None and meta.remote is not None:
+            read_failed(self, meta.remote.engine_id)
+        return super()._handle_failed_transfer(req_id, handle, failed_req_ids, *counted, **named)
+
+
+def renews_peer(read: _ReadBlocks) -> _ReadBlocks:
+    """Have `_read_blocks` disconnect a peer that NIXL refuses to read from.
+
+    It stands next to upstream's own, which answers False for nothing else.
+    """
+
+    @functools.wraps(read)
+    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
+        posted = read(self, **arguments)
+        if not posted and is_of_the_peer(vars(self).pop("_read_error", None)):
+            read_failed(self, arguments["dst_engine_id"])
+        return posted
+
+    return wrapper

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Up to 0.31.0: D shakes hands anew with an engine that a read has failed from.
+
+A P that is restarted under its engine id has another NIXL agent and other addresses, and after a
+network flap NIXL may have dropped what it knew of the old one. What D holds of the engine (agents,
+descriptor lists, tables) is then good for nothing, and stock keeps it until D ends. Here it goes::
+
+    connected ──► failed ──► drained ──► forgotten ──► connected
+
+=========  ========================================  ==============================================
+state      begins                                    receives from this engine
+=========  ========================================  ==============================================
+connected  with a handshake                          are read
+failed     when NIXL refuses a read, or one fails    those under way end as ever; new ones wait
+drained    when all of them have been reported       wait for handshakes with others, which load
+                                                     NIXL metadata on a thread of their own
+forgotten  when nothing is loading either            begin with a handshake, as the first one did
+=========  ========================================  ==============================================
+
+Nothing that NIXL may still use is released: a receive is reported after its last read has ended and
+NIXL has its handles back. New ones wait so that this comes about under load, too, when another rank
+of the engine goes on answering; for `PATIENCE` at most. What comes later is read as on stock, until
+the engine is drained all the same.
+
+A read that failed says nothing about how many handshakes will be of use: there is one for each
+receive that finds the engine forgotten, as on stock for one that was never connected. Nothing is
+tried again by itself. Each rank of D decides for itself, by its own reads.
+
+Everything runs on the worker's main thread.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import disconnect
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NixlConnectorMetadata,
+        ReqId,
+        ReqMeta,
+    )
+
+logger = init_logger(f"vllm.{__name__}")
+
+PATIENCE = 5.0
+"""Seconds that new receives wait for those under way. As long as vLLM waits for one rank to answer
+a handshake, and well within the leases of P, 30 s and more."""
+
+_Worker = Any
+"""`NixlConnectorWorker`; from 0.24.0 on `NixlPullConnectorWorker`."""
+
+_Start = Callable[[_Worker, "NixlConnectorMetadata"], None]
+
+
+class _Renewals:
+    """The engines that a worker is to shake hands with anew, and the receives that wait for it."""
+
+    def __init__(self, worker: _Worker) -> None:
+        self._worker = worker
+        self._failed: dict[str, float] = {}  # until when receives wait
+        self._waiting: dict[ReqId, ReqMeta] = {}
+
+    def add(self, engine_id: str) -> None:
+        # A peer may call itself as we do: then the tables are those of our own memory, too.
+        if engine_id in self._worker._remote_agents and engine_id != self._worker.engine_id:
+            self._failed.setdefault(engine_id, time.monotonic() + PATIENCE)
+
+    def advance(self, metadata: NixlConnectorMetadata) -> None:
+        """Forget the engines that can be forgotten; let receives of the others wait."""
+        if not self._failed and not self._waiting:
+            return
+        self._forget()
+        now = time.monotonic()
+        kept = {engine_id for engine_id, until in self._failed.items() if now < until}
+        asked = self._waiting | metadata.reqs_to_recv
+        self._waiting = {
+            req_id: meta
+            for req_id, meta in asked.items()
+            if meta.remote is not None and meta.remote.engine_id in kept and _reads(meta)
+        }
+        metadata.reqs_to_recv = {
+            req_id: meta for req_id, meta in asked.items() if req_id not in self._waiting
+        }
+
+    def _forget(self) -> None:
+        worker = self._worker
+        with worker._handshake_lock:
+            for engine_id in self._failed.keys() - worker._remote_agents.keys():
+                del self._failed[engine_id]  # evicted by vLLM
+            if worker._handshake_futures:
+                return
+            # A receive that waits for its first read cannot wait for a handshake everywhere.
+            ready = [meta for _, meta in list(worker._ready_requests.queue)]
+        busy = _engines(worker._recving_metadata.values()) | _engines(ready)
+        if worker._recving_transfers.keys() - worker._recving_metadata.keys():
+            return  # whose reads these are is not known
+        for engine_id in self._failed.keys() - busy:
+            del self._failed[engine_id]
+            disconnect(worker, engine_id)
+            logger.info(
+                "A read from engine %s has failed. The next one begins with a handshake.", engine_id
+            )
+
+
+def _engines(receives: Iterable[ReqMeta]) -> set[str]:
+    return {meta.remote.engine_id for meta in receives if meta.remote is not None}
+
+
+def _reads(meta: ReqMeta) -> bool:
+    """Whether a receive reads. One that only notifies has nobody who would see to it later."""
+    return any(len(group) > 0 for group in meta.local_block_ids)
+
+
+def is_of_the_peer(error: BaseException | None) -> bool:
+    """Whether what NIXL raised can be about the peer. About numbers of blocks that the peer does
+    not have it raises first, and a client may have made them up."""
+    return type(error).__name__ != "nixlInvalidParamError"
+
+
+def read_failed(worker: _Worker, engine_id: str) -> None:
+    """Have a worker shake hands anew with an engine, because NIXL could not read from it."""
+    # Made on demand: a test may make a worker without its constructor.
+    renewals: _Renewals = worker.__dict__.setdefault("_renewals", _Renewals(worker))
+    renewals.add(engine_id)
+
+
+def shakes_hands_anew(start: _Start) -> _Start:
+    """Have `start_load_kv` forget engines that a read has failed from, before it goes on."""
+
+    @functools.wraps(start)
+    def wrapper(self: _Worker, metadata: NixlConnectorMetadata) -> None:
+        renewals: _Renewals | None = self.__dict__.get("_renewals")
+        if renewals is not None:
+            renewals.advance(metadata)
+        start(self, metadata)
+
+    return wrapper
