@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.23.0 and 0.24.0: what D reserves behind the tokens that it loads is not read into.
+"""0.23.0 to 0.24.0: what D reserves behind the tokens that it loads is not read into.
 
 A scheduler that speculates with a draft model reserves slots for its guesses when it begins to
 load a prompt, and gives NIXL their block with those of the prompt. NIXL pairs our blocks with P's

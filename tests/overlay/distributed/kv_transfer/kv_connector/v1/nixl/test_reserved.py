@@ -98,7 +98,7 @@ def test_what_p_does_not_name_for_each_group_is_as_on_stock(named: Any) -> None:
 def test_nothing_to_read_is_nothing() -> None:
     scheduler: Any = SimpleNamespace(kv_cache_config=make_kv_cache_config(["full"]))
     request: Any = SimpleNamespace(kv_transfer_params={"remote_block_ids": [[7]]})
-    assert without_reserved(scheduler, request, SimpleNamespace(blocks=()), 0, ()) == ()  # type: ignore[arg-type]
+    assert without_reserved(scheduler, request, SimpleNamespace(blocks=()), 0, ()) == ()
 
 
 # ---------------------------------------------------------------- with the scheduler
