@@ -501,7 +501,7 @@ class ReceiveMachine(RuleBasedStateMachine):
 
     def _end(self) -> None:
         self.refusals.clear()
-        for _ in range(3):
+        for _ in range(6):  # a read that failed ends, its engine is forgotten and met anew, is read
             while self.handshakes:
                 self.a_handshake_ends("connects")
             self.tick(handshake_between=False)

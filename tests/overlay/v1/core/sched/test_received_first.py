@@ -54,7 +54,8 @@ class Full:
         self.finished: dict[str, str] = {}
         self.everything = self.engine._reusable()
         self._starts = itertools.count(0, 1000)  # of prompts that have nothing in common
-        connect(self.engine.worker, "P")
+        for peer in "PQ":  # a read that fails says something about its own peer
+            connect(self.engine.worker, peer)
 
     def ask(
         self,
@@ -63,11 +64,12 @@ class Full:
         *,
         priority: int = 0,
         remote: bool = True,
+        peer: str = "P",
         max_tokens: int = 2,
     ) -> Request:
         prompt = range(start := next(self._starts), start + tokens)
         blocks = [list(range(1, tokens // 16 + 1))] * 2 if remote else None
-        self.engine.ask(req_id, prompt, blocks, max_tokens=max_tokens)
+        self.engine.ask(req_id, prompt, blocks, max_tokens=max_tokens, engine_id=peer)
         request = self.scheduler.requests[req_id]
         self.scheduler.waiting.remove_requests([request])
         request.priority = priority
@@ -103,7 +105,7 @@ class Full:
 def where_one_failed(policy: SchedulingPolicy, blocks: int = 18) -> Full:
     """Return an engine that receives for three requests, and has failed to for the first."""
     full = Full(policy, blocks)
-    full.ask("lost", LOST)
+    full.ask("lost", LOST, peer="Q")
     full.ask("one", OTHER)
     full.ask("two", OTHER)
     full.steps(1)
@@ -119,7 +121,7 @@ def policy(request: pytest.FixtureRequest) -> SchedulingPolicy:
 
 def test_others_run_and_then_the_one_that_failed(policy: SchedulingPolicy) -> None:
     full = Full(policy, blocks=18)
-    lost = full.ask("lost", LOST)
+    lost = full.ask("lost", LOST, peer="Q")
     full.ask("one", OTHER)
     full.ask("two", OTHER)
     full.steps(1)
@@ -186,7 +188,7 @@ def test_who_is_more_important_goes_before_it() -> None:
 def test_nothing_is_kept_free_for_it(policy: SchedulingPolicy) -> None:
     """Or who comes before it and would load waits for what is kept, and it for who is before it."""
     full = Full(policy, blocks=18)
-    full.ask("lost", LOST)
+    full.ask("lost", LOST, peer="Q")
     full.ask("one", OTHER)
     other = full.ask("other", OTHER)
     full.compiles(other)
@@ -204,7 +206,7 @@ def test_nothing_is_kept_free_for_it(policy: SchedulingPolicy) -> None:
 
 def test_by_priority_it_waits_for_nobody_else() -> None:
     full = Full(SchedulingPolicy.PRIORITY, blocks=18)
-    full.ask("lost", LOST)
+    full.ask("lost", LOST, peer="Q")
     full.ask("one", OTHER, max_tokens=20)
     other = full.ask("other", OTHER, remote=False)
     full.compiles(other)
@@ -220,7 +222,7 @@ def test_by_priority_it_waits_for_nobody_else() -> None:
 
 def test_it_keeps_blocks_and_place_while_another_rank_writes_to_them() -> None:
     full = Full(SchedulingPolicy.FCFS, blocks=18)
-    lost = full.ask("lost", LOST)
+    lost = full.ask("lost", LOST, peer="Q")
     one = full.ask("one", OTHER)
     full.steps(1)
     blocks = full.engine.blocks_of("lost")
@@ -260,7 +262,7 @@ def test_it_runs_at_once_where_there_is_room(policy: SchedulingPolicy) -> None:
 def test_one_that_is_larger_than_the_cache_waits_as_on_stock(policy: SchedulingPolicy) -> None:
     """As one does there that nobody has received anything for: until its client leaves."""
     full = Full(policy, blocks=15)
-    full.ask("lost", LOST)
+    full.ask("lost", LOST, peer="Q")
     full.steps(1)
     full.end("lost", fail=True)
     full.ask("later", OTHER)
