@@ -35,16 +35,22 @@ _NULL_BLOCK = 0
 
 
 class _Uncached(list[int]):
-    """Blocks of one group that are to be read; `hits` blocks before them are there already."""
+    """Blocks of one group that are to be read; `hits` blocks before them are there already.
+
+    A worker in another process gets a list: it may be of a node that is not patched.
+    """
 
     hits: int
+
+    def __reduce__(self) -> tuple[type[list[int]], tuple[list[int]]]:
+        return list, (list(self),)
 
 
 def with_hits(block_ids: BlockIds, blocks: KVCacheBlocks) -> BlockIds:
     """Up to 0.28.0: have the blocks that are to be read say how many the prefix cache had.
 
     From 0.29.0 on the request's metadata has a field for that. Here the lists themselves carry it:
-    they are what reaches the worker, and to all others they are lists as before.
+    they are what reaches a worker of this process, and to all others they are lists as before.
     """
     found = []
     for ids, group in zip(block_ids, blocks.blocks, strict=False):

@@ -201,16 +201,24 @@ class TestWithHits:
         )
     )
 
-    def test_the_worker_knows_them_wherever_it_runs(self) -> None:
+    def test_a_worker_in_this_process_knows_them(self) -> None:
         for kind in (list, tuple):
             ids = kind([[4], [5]])
-            said = pickle.loads(pickle.dumps(with_hits(ids, self.BLOCKS)))  # noqa: S301 - our own
+            said = with_hits(ids, self.BLOCKS)
             assert (type(said), said) == (kind, ids)
             assert [group.hits for group in said] == [2, 0]
             meta = asked([], [NAMED, NAMED], None)
             meta.local_block_ids = said
             read_prompt_only(side("full", "wide"), meta)
             assert meta.remote.block_ids == [NAMED[:3], NAMED[:1]]
+
+    def test_a_worker_elsewhere_may_be_stock_and_reads_as_on_stock(self) -> None:
+        said = pickle.loads(pickle.dumps(with_hits([[4], [5]], self.BLOCKS)))  # noqa: S301 - our own
+        assert [type(group) for group in said] == [list, list]
+        meta = asked([], [NAMED, NAMED], None)
+        meta.local_block_ids = said
+        read_prompt_only(side("full", "wide"), meta)
+        assert meta.remote.block_ids == [NAMED, NAMED]
 
     def test_nothing_to_read(self) -> None:
         assert with_hits((), self.BLOCKS) == ()
