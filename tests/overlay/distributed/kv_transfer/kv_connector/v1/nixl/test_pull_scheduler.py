@@ -21,6 +21,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 push_scheduler = pytest.importorskip(
     "vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_scheduler", reason="from 0.24.0 on"
@@ -373,8 +374,11 @@ def test_a_prefill_that_cannot_be_pushed_to_goes_on_for_its_own_client(role: obj
     assert ignored is (role is not True)
 
 
-def test_the_log_says_once_why_nothing_can_be_pushed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_says_once_why_nothing_can_be_pushed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     logger = logging.getLogger("vllm")
+    monkeypatch.setattr(pull_scheduler, "log", BoundedLog(logger))
     logger.addHandler(caplog.handler)
     try:
         play({k: v for k, v in GOOD.items() if k != "tp_size"}, aborted=False)
