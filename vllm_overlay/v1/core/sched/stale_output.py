@@ -15,6 +15,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import transfers_with_nixl
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -60,9 +62,4 @@ def is_handed_off(connector: KVConnectorBase_V1 | None, request: Request) -> boo
     params = request.kv_transfer_params
     if not isinstance(params, dict) or not params.get("do_remote_decode"):
         return False
-    # By the name: upstream's connectors import the overlay, and have several files.
-    return any(
-        kind.__name__.startswith("Nixl")
-        for one in (connector, *getattr(connector, "_connectors", ()))
-        for kind in type(one).__mro__
-    )
+    return transfers_with_nixl(connector)

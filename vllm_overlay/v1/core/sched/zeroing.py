@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import transfers_with_nixl
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -47,14 +49,8 @@ def spares_loaded(scheduler: Scheduler, request: Request, loaded_tokens: int) ->
 
 def _reads_whole_blocks(scheduler: Scheduler, request: Request, group: int, count: int) -> bool:
     """Whether NIXL reads the request from a P whose blocks, `count` of them, are not smaller."""
-    connector, params = scheduler.connector, request.kv_transfer_params
-    # By the name: upstream's connectors import the overlay, and have several files.
-    reads = any(
-        kind.__name__.startswith("Nixl")
-        for one in (connector, *getattr(connector, "_connectors", ()))
-        for kind in type(one).__mro__
-    )
-    if not reads or not isinstance(params, dict):
+    params = request.kv_transfer_params
+    if not transfers_with_nixl(scheduler.connector) or not isinstance(params, dict):
         return False
     ranks = scheduler.vllm_config.parallel_config.tensor_parallel_size
     remote = params.get("remote_block_ids") or ()
