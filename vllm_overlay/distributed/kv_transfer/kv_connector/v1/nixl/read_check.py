@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All releases: whether what D has read is what P computed, from what P says.
+
+D asks when it begins to read. P's answer says for how long the blocks are held at least, and a read
+that ended within that time is good: nothing more is said, and nobody waits. One that ended later is
+asked for again, and is good if P still holds the blocks, or held them until it heard that this
+reader has read them. Everything else is no read at all.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
+
+MARGIN = 1.0
+"""Seconds by which a read has to end before its lease. The clocks of two machines run apart by less
+than 500 parts in a million (what NTP allows), that is 0.24 s in the longest lease (480 s)."""
+
+PATIENCE = 5.0
+"""Seconds after which a question that has found no answer will find none."""
+
+
+class Verdict(Enum):
+    """What to do with a read."""
+
+    USE = "use what was read"
+    REFUSE = "treat it as a failed read"
+    WAIT = "wait for an answer, or for the end of the read"
+    ASK = "ask again"
+
+
+class ReadCheck:
+    """What is known of one read. All times are seconds on one clock of D's."""
+
+    def __init__(self, asked: float) -> None:
+        """Begin with the first question, which is asked now."""
+        self._asked: float | None = asked
+        self._good_until = float("-inf")
+        self._standing: Standing | None = None
+        self._confirmed = False
+        self._ended: float | None = None
+
+    def ends(self, now: float) -> None:
+        """Hear that the read is over; the first time counts."""
+        if self._ended is None:
+            self._ended = now
+
+    def asks(self, now: float) -> None:
+        """Note that a question is on its way."""
+        self._asked = now
+
+    def hears(self, asked: float, answer: Answer) -> None:
+        """Take the answer to the question that was asked at `asked`."""
+        if asked == self._asked:
+            self._asked = None
+        self._standing = answer.standing
+        self._good_until = max(self._good_until, asked + answer.seconds - MARGIN)
+        # Held when it was asked for, after the read: held all the time.
+        if answer.standing is Standing.READ or (self._ended is not None and asked >= self._ended):
+            self._confirmed = answer.standing is not Standing.GONE
+
+    def verdict(self, now: float) -> Verdict:
+        """Say what to do with the read."""
+        if self._ended is None:
+            return Verdict.WAIT
+        if self._confirmed or (
+            self._standing is not Standing.GONE and self._ended <= self._good_until
+        ):
+            return Verdict.USE
+        if self._standing is Standing.GONE:
+            return Verdict.REFUSE
+        if self._asked is None:
+            return Verdict.ASK
+        return Verdict.WAIT if now - max(self._asked, self._ended) < PATIENCE else Verdict.REFUSE
