@@ -14,7 +14,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import NotificationsWait
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WorkerReport
 from vllm_overlay.v1.engine.stand_in import stand_in_id
 
 REMOTE: dict[str, Any] = {
@@ -68,7 +68,7 @@ def test_a_child_leaves_what_it_does_not_know(connector: MultiConnector) -> None
 
 def report(connector: NixlConnector, pending: int) -> None:
     connector.update_connector_output(
-        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(pending))
+        KVConnectorOutput(kv_connector_worker_meta=WorkerReport(pending))
     )
 
 

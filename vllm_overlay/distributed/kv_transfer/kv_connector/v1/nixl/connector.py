@@ -15,7 +15,7 @@ agents are made without locks (`NIXL_THREAD_SYNC_NONE`), and vLLM sends from its
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
@@ -53,22 +53,30 @@ class WantsLooks:
         raise NotImplementedError
 
 
-class NotificationsWait(KVConnectorWorkerMetadata):
-    """A worker's report: what its notifications have before them; over ranks, the sum."""
+class WorkerReport(KVConnectorWorkerMetadata):
+    """What a worker tells its scheduler in a step.
 
-    def __init__(self, pending: int) -> None:
+    Attributes:
+        pending: What its notifications have before them; over ranks, the sum.
+        ended: Requests whose blocks are given up unread, see `confirmed_reads`; over ranks, all.
+    """
+
+    def __init__(self, pending: int, ended: frozenset[str] = frozenset()) -> None:
         self.pending = pending
+        self.ended = ended
 
-    def aggregate(self, other: KVConnectorWorkerMetadata) -> NotificationsWait:
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two ranks."""
-        others = other.pending if isinstance(other, NotificationsWait) else 0
-        return NotificationsWait(self.pending + others)
+        if not isinstance(other, WorkerReport):
+            return self
+        return WorkerReport(self.pending + other.pending, self.ended | other.ended)
 
 
 class WakesIdleEngine(WantsLooks):
     """A base for `NixlConnector`, which is built once for the scheduler and once per worker."""
 
     connector_worker: NixlConnectorWorker | None
+    connector_scheduler: Any
 
     _pending = 0
     _pause = SOON
@@ -76,11 +84,12 @@ class WakesIdleEngine(WantsLooks):
 
     # Worker side.
 
-    def build_connector_worker_meta(self) -> NotificationsWait | None:
+    def build_connector_worker_meta(self) -> WorkerReport | None:
         """Report in each step while notifications wait, and once that they no longer do."""
         worker = self.connector_worker
         pending = 0 if worker is None else pending_notifications(worker)
-        report = NotificationsWait(pending) if pending or self._pending else None
+        ended = frozenset(() if worker is None else vars(worker).pop("_ended_leases", ()))
+        report = WorkerReport(pending, ended) if pending or self._pending or ended else None
         self._pending = pending
         return report
 
@@ -89,7 +98,11 @@ class WakesIdleEngine(WantsLooks):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Take the workers' report; no report is no news."""
         report = connector_output.kv_connector_worker_meta
-        if not isinstance(report, NotificationsWait):
+        ended = report.ended if isinstance(report, WorkerReport) else ()
+        reads = vars(self.connector_scheduler).get("_confirmed_reads")
+        if reads is not None:
+            reads.update(ended, connector_output.finished_sending or ())
+        if not isinstance(report, WorkerReport):
             return
         if not report.pending:
             self._look_at = None

@@ -16,7 +16,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import connector 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
     SOON,
-    NotificationsWait,
+    WorkerReport,
     WakesIdleEngine,
 )
 
@@ -31,7 +31,7 @@ def connector() -> Any:  # noqa: ANN401 - the release's class, with our base
 
 def report(connector: Any, pending: int) -> None:  # noqa: ANN401
     connector.update_connector_output(
-        KVConnectorOutput(kv_connector_worker_meta=NotificationsWait(pending))
+        KVConnectorOutput(kv_connector_worker_meta=WorkerReport(pending))
     )
 
 
@@ -64,7 +64,7 @@ def test_nothing_to_look_at(connector: Any) -> None:  # noqa: ANN401
 
 
 def test_reports_of_several_ranks() -> None:
-    joined = NotificationsWait(2).aggregate(NotificationsWait(0)).aggregate(NotificationsWait(3))
+    joined = WorkerReport(2).aggregate(WorkerReport(0)).aggregate(WorkerReport(3))
     assert joined.pending == 5
 
 

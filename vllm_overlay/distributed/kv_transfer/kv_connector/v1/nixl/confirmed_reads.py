@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All releases: D uses no block of which P does not say that it still held the KV.
+
+P announces with `kv_transfer_params` a token of the lease on a request's blocks (`remote_lease`). D
+asks P's side channel about it when it begins to read, and keeps the report that the read is over
+until it knows that this was in time (`read_check`). What was not is a failed receive, and
+`kv_load_failure_policy` decides what becomes of the request, as with any other.
+
+Where a P announces nothing (stock, or told not to) all is as on stock, and D says so once for each.
+`"confirm_reads": false` in `kv_connector_extra_config` turns it off, on either side.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import uuid
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from vllm.logger import init_logger
+from vllm.v1.outputs import KVConnectorOutput
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
+    LeaseQuestions,
+    Peer,
+    Question,
+    now,
+    open_book,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import printable
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import (
+    ReadCheck,
+    Verdict,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import has_engine
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.outputs import ModelRunnerOutput
+    from vllm.v1.request import Request
+
+logger = init_logger(f"vllm.{__name__}")
+refusals = BoundedLog(logger)
+
+FIELD = "remote_lease"
+"""Of `kv_transfer_params`: the token of the lease on the blocks that they name."""
+
+MAX_NAMED = 2**10
+"""Peers of which it is remembered that their reads are unconfirmed, so that it is said once."""
+
+_TAKES_FAILED = any(one.name == "failed_recving" for one in fields(KVConnectorOutput))
+"""Whether the scheduler is told of failed receives by request (from 0.30.0 on), not by block."""
+
+_Part = Any
+"""NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
+
+_Method = Callable[..., Any]
+
+
+@dataclass
+class _Read:
+    """A receive that the scheduler awaits.
+
+    Attributes:
+        reader: What sets it apart from all others, of any engine.
+        over: All ranks have reported its end.
+        failed: One of them has reported that it failed.
+    """
+
+    req_id: str
+    peer: Peer
+    token: str
+    blocks: frozenset[int]
+    check: ReadCheck
+    reader: str = field(default_factory=lambda: uuid.uuid4().hex)
+    over: bool = False
+    failed: bool = False
+
+
+class ConfirmedReads:
+    """What an engine's scheduler has promised to others' readers, and reads that it awaits."""
+
+    def __init__(self) -> None:
+        self.book = open_book()
+        self.questions = LeaseQuestions()
+        self._reads: dict[str, _Read] = {}  # by request
+        self._readers: dict[str, _Read] = {}
+        self._unconfirmed: set[object] = set()
+
+    # On P.
+
+    def update(self, ended: Iterable[str], freed: Iterable[str]) -> None:
+        """Hear whose lease has ended at a worker, and whose blocks are about to be given away."""
+        self.book.expire(ended)
+        self.book.free(freed)
+
+    # On D.
+
+    def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
+        """Ask P about what is about to be read into `blocks`, if P has announced a lease."""
+        token = params.get(FIELD)
+        if not isinstance(token, str) or len(token) > 64:
+            self._say_unconfirmed(params.get("remote_engine_id"))
+            return
+        asked = now()
+        peer = Peer(params["remote_host"], int(params["remote_port"]), "pp_size" in params)
+        read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked))
+        self._forget(request.request_id)
+        self._reads[read.req_id] = self._readers[read.reader] = read
+        self.questions.ask(peer, Question(token, read.reader, asked))
+
+    def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
+        """Return the workers' report without reads that are not confirmed yet, and with those that
+        have been since the last; those of which P says that it held the blocks no more are failed.
+        """
+        if not self._reads:
+            return output
+        report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
+        finished = report.finished_recving or set()
+        self._take_replies()
+        self._take(report)
+        kept, released, invalid, failed = set(), set(), set(), set()
+        for read in [read for read in self._reads.values() if read.over]:
+            verdict = self._verdict(scheduler, read)
+            if verdict in (Verdict.WAIT, Verdict.ASK):
+                kept.add(read.req_id)
+                continue
+            self._forget(read.req_id)
+            released.add(read.req_id)
+            if verdict is Verdict.REFUSE:
+                failed.add(read.req_id)
+                invalid |= read.blocks
+        if not kept & finished and released <= finished and not failed:
+            return output
+        report = replace(report, finished_recving=finished - kept | released)
+        if _TAKES_FAILED:
+            report.failed_recving = report.failed_recving | failed
+        else:
+            report.invalid_block_ids = report.invalid_block_ids | invalid
+        output = copy.copy(output)  # one that reports nothing is shared by all steps
+        output.kv_connector_output = report
+        return output
+
+    def _take_replies(self) -> None:
+        for reply in self.questions.replies():
+            if (read := self._readers.get(reply.reader)) is not None:
+                read.check.hears(reply.asked, reply.answer)
+
+    def _take(self, report: KVConnectorOutput) -> None:
+        """Note which reads are over, and which have failed anyhow."""
+        for req_id in report.finished_recving or ():
+            if (read := self._reads.get(req_id)) is not None:
+                read.check.ends(now())
+                read.over = True
+        failed = getattr(report, "failed_recving", ())
+        if failed or report.invalid_block_ids:
+            for read in self._reads.values():
+                read.failed |= read.req_id in failed
+                read.failed |= not read.blocks.isdisjoint(report.invalid_block_ids)
+
+    def _verdict(self, scheduler: Scheduler, read: _Read) -> Verdict:
+        request = scheduler.requests.get(read.req_id)
+        if read.failed or request is None or request.is_finished():
+            return Verdict.USE  # nobody will: it is known to be bad, or not wanted any more
+        time = now()
+        verdict = read.check.verdict(time)
+        if verdict is Verdict.ASK:
+            read.check.asks(time)
+            self.questions.ask(read.peer, Question(read.token, read.reader, time))
+        elif verdict is Verdict.REFUSE:
+            refusals.warning(
+                "Request %s does not use the KV that it has read: the prefill server at %s:%s does "
+                "not say that it still held the blocks. kv_load_failure_policy applies.",
+                printable(read.req_id),
+                read.peer.host,
+                read.peer.port,
+            )
+        return verdict
+
+    def _forget(self, req_id: str) -> None:
+        read = self._reads.pop(req_id, None)
+        if read is not None:
+            del self._readers[read.reader]
+
+    def _say_unconfirmed(self, engine_id: object) -> None:
+        if engine_id in self._unconfirmed or len(self._unconfirmed) == MAX_NAMED:
+            return
+        self._unconfirmed.add(engine_id)
+        logger.warning(
+            "Reads from engine %s are unconfirmed: its kv_transfer_params announce no lease. If it "
+            "frees blocks while they are read, that stays unnoticed.",
+            printable(engine_id),
+        )
+
+
+def confirmed_reads(part: _Part) -> ConfirmedReads | None:
+    """Return what NIXL's part of a scheduler has promised; None if it is set up not to."""
+    known = vars(part)
+    if "_confirmed_reads" not in known:
+        on = has_engine(part) and part.vllm_config.kv_transfer_config.get_from_extra_config(
+            "confirm_reads", True
+        )
+        known["_confirmed_reads"] = ConfirmedReads() if on else None
+    reads: ConfirmedReads | None = known["_confirmed_reads"]
+    return reads
+
+
+# ---------------------------------------------------------------- hooks
+
+
+def announces_lease(finish: _Method) -> _Method:
+    """Have `request_finished` hand out a token of the lease with the blocks that are to be read."""
+
+    @functools.wraps(finish)
+    def wrapper(self: _Part, request: Request, *args: Any, **named: Any) -> Any:  # noqa: ANN401
+        held, params = finish(self, request, *args, **named)
+        until = self._reqs_need_send.get(request.request_id) if held and params else None
+        if until is not None and (reads := confirmed_reads(self)) is not None:
+            params[FIELD] = reads.book.hold(request.request_id, until)
+        return held, params
+
+    return wrapper
+
+
+def asks_about_lease(update: _Method) -> _Method:
+    """Have `update_state_after_alloc` ask P about the lease on blocks that are to be read."""
+
+    @functools.wraps(update)
+    def wrapper(self: _Part, request: Request, blocks: object, num_external_tokens: int) -> None:
+        params = request.kv_transfer_params
+        update(self, request, blocks, num_external_tokens)
+        asked_for = self._reqs_need_recv.get(request.request_id)
+        if not num_external_tokens or asked_for is None or not params:
+            return  # nobody waits for a read
+        read_into = frozenset(chain.from_iterable(asked_for[1]))
+        if read_into and (reads := confirmed_reads(self)) is not None:
+            reads.begin(request, params, read_into)
+
+    return wrapper
+
+
+def lease_ended(worker: Any, req_id: str) -> None:  # noqa: ANN401 - `NixlConnectorWorker` or kin
+    """Note that a worker of P gives up blocks that nobody has read, for its next report."""
+    vars(worker).setdefault("_ended_leases", set()).add(req_id)
