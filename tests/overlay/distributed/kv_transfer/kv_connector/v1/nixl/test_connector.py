@@ -16,8 +16,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import connector 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
     SOON,
-    WorkerReport,
     WakesIdleEngine,
+    WorkerReport,
 )
 
 

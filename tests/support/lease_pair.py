@@ -1,0 +1,160 @@
+"""P and D with vLLM's own schedulers and side channel between them, and NIXL scripted.
+
+What P hands out is what D is asked for; D's questions reach P's own handshake listener over the
+loopback interface. Reads and notifications are the test's: it says when a read ends, and what P's
+worker hears.
+
+    with prefill_server() as p:
+        offer = p.prefill("asked", PROMPT)
+        d = decode_server()
+        d.send("answered", PROMPT, offer)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+from unittest import mock
+
+from vllm import envs
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request
+
+from tests.support.decode_engine import Step
+from tests.support.harness import HarnessError, building
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+
+LEASE = 0.05
+"""Seconds for which P keeps what nobody reads."""
+
+
+class Server(IdleEngine):
+    """An engine whose answers are kept, and which takes requests with any parameters.
+
+    Attributes:
+        answers: request id -> the `kv_transfer_params` that its client was answered with.
+    """
+
+    @building("a server")
+    def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
+        super().__init__(**config)
+        self.answers: dict[str, dict[str, Any]] = {}
+        update = self.scheduler.update_from_output
+
+        def keeping(*arguments: Any) -> Any:  # noqa: ANN401 - the scheduler's own
+            outputs = update(*arguments)
+            for output in (one for client in outputs.values() for one in client.outputs):
+                if output.kv_transfer_params is not None:
+                    self.answers[output.request_id] = output.kv_transfer_params
+            return outputs
+
+        self.scheduler.update_from_output = keeping  # type: ignore[method-assign]
+
+    @property
+    def part(self) -> Any:  # noqa: ANN401 - of another name from 0.24.0 on
+        """NIXL's part of the scheduler."""
+        connector: Any = self.scheduler.connector
+        return connector.connector_scheduler
+
+    def send(
+        self, req_id: str, prompt: Sequence[int], params: dict[str, Any], *, max_tokens: int = 2
+    ) -> None:
+        """Take a request with these `kv_transfer_params`."""
+        wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        wanted.update_from_generation_config({}, 1)
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=wanted,
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        request.kv_transfer_params = dict(params)
+        self.scheduler.add_request(request)
+
+
+class PrefillServer(Server):
+    """P, listening for peers."""
+
+    @building("a prefill server")
+    def __init__(self, lease: float, **config: Any) -> None:  # noqa: ANN401 - handed on
+        super().__init__(**config)
+        with contextlib.closing(socket.socket()) as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.part.side_channel_port = probe.getsockname()[1]
+        self.part.side_channel_host = "127.0.0.1"
+        self.part._kv_lease_duration = lease  # from 0.22.0 on; the environment says it before
+        self.listen()
+
+    def listen(self) -> None:
+        """Answer handshakes."""
+        connector: Any = self.scheduler.connector
+        payload = self.worker.xfer_handshake_metadata
+        if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
+            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): payload})
+        else:
+            connector.set_xfer_handshake_metadata({0: payload})
+
+    def leave(self) -> None:
+        """Stop listening, and know nothing more, as if the process had ended."""
+        self.part.shutdown()
+        vars(self.part).pop("_confirmed_reads", None)
+
+    def prefill(self, req_id: str, prompt: Sequence[int]) -> dict[str, Any]:
+        """Compute a prompt.
+
+        Returns:
+            The parameters with which D is asked to read its KV.
+        """
+        self.send(req_id, prompt, {"do_remote_decode": True}, max_tokens=1)
+        for _ in range(4):  # also tells the worker of the lease
+            self.step()
+        if req_id not in self.answers:
+            raise HarnessError(f"no answer to {req_id}", "one, as P has computed the prompt")
+        return self.answers[req_id] | {"remote_engine_id": "P"}
+
+    def hears(self, *notifications: bytes) -> None:
+        """Let its worker hear what a decode server sends, and take a step."""
+        nixl_of(self.worker).inbox["D/0"] = list(notifications)
+        self.step()
+        self.step()
+
+    def outlive_leases(self) -> None:
+        """Wait until the leases that it has given have ended, and take the steps that see it."""
+        time.sleep(2 * LEASE)
+        self.step()
+        self.step()
+
+
+@contextlib.contextmanager
+def prefill_server(
+    lease: float = LEASE,
+    **config: Any,  # noqa: ANN401 - handed on
+) -> Iterator[PrefillServer]:
+    """P, until the end of the block; it keeps what nobody reads for `lease` seconds."""
+    settings = {
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": lease,
+        "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+    }
+    with mock.patch.multiple(envs, create=True, **settings):
+        server = PrefillServer(lease, **config)
+        try:
+            yield server
+        finally:
+            server.leave()
+
+
+def decode_server(**config: Any) -> Server:  # noqa: ANN401 - handed on
+    """D, which has shaken hands with P."""
+    server = Server(**config)
+    connect(server.worker, "P")
+    return server
+
+
+def computed_of(steps: Sequence[Step], req_id: str) -> int:
+    """How many tokens of a request an engine has computed in these steps."""
+    return sum(end - start for step in steps for start, end in [step.computed.get(req_id, (0, 0))])
