@@ -36,12 +36,14 @@ class Server(IdleEngine):
     """An engine whose answers are kept, and which takes requests with any parameters.
 
     Attributes:
+        agent: what NIXL calls its worker.
         answers: request id -> the `kv_transfer_params` that its client was answered with.
     """
 
     @building("a server")
-    def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
+    def __init__(self, agent: str, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**config)
+        self.agent = nixl_of(self.worker).name = agent  # type: ignore[attr-defined]
         self.answers: dict[str, dict[str, Any]] = {}
         update = self.scheduler.update_from_output
 
@@ -82,7 +84,7 @@ class PrefillServer(Server):
 
     @building("a prefill server")
     def __init__(self, lease: float, **config: Any) -> None:  # noqa: ANN401 - handed on
-        super().__init__(**config)
+        super().__init__("P/0", **config)
         with contextlib.closing(socket.socket()) as probe:
             probe.bind(("127.0.0.1", 0))
             self.part.side_channel_port = probe.getsockname()[1]
@@ -117,9 +119,9 @@ class PrefillServer(Server):
             raise HarnessError(f"no answer to {req_id}", "one, as P has computed the prompt")
         return self.answers[req_id] | {"remote_engine_id": "P"}
 
-    def hears(self, *notifications: bytes) -> None:
-        """Let its worker hear what a decode server sends, and take a step."""
-        nixl_of(self.worker).inbox["D/0"] = list(notifications)
+    def hears_of(self, d: Server) -> None:
+        """Let its worker hear what a decode server has sent, and take a step."""
+        nixl_of(self.worker).inbox[d.agent] = nixl_of(d.worker).heard.pop("P/0", [])
         self.step()
         self.step()
 
@@ -148,9 +150,9 @@ def prefill_server(
             server.leave()
 
 
-def decode_server(**config: Any) -> Server:  # noqa: ANN401 - handed on
+def decode_server(agent: str = "D/0", **config: Any) -> Server:  # noqa: ANN401 - handed on
     """D, which has shaken hands with P."""
-    server = Server(**config)
+    server = Server(agent, **config)
     connect(server.worker, "P")
     return server
 

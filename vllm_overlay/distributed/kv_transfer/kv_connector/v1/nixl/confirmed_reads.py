@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import own_agents
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
     LeaseQuestions,
     Peer,
@@ -82,23 +83,20 @@ class _Read:
 
 
 class ConfirmedReads:
-    """What an engine's scheduler has promised to others' readers, and reads that it awaits."""
+    """What an engine's scheduler has promised to readers, and the reads that it awaits itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, agents: Set[str]) -> None:
+        """Begin with nothing.
+
+        Args:
+            agents: The NIXL agents of the engine's workers. They are added when they are known.
+        """
         self.book = open_book()
         self.questions = LeaseQuestions()
+        self._agents = agents
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
         self._unconfirmed: set[object] = set()
-
-    # On P.
-
-    def update(self, ended: Iterable[str], freed: Iterable[str]) -> None:
-        """Hear whose lease has ended at a worker, and whose blocks are about to be given away."""
-        self.book.expire(ended)
-        self.book.free(freed)
-
-    # On D.
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
         """Ask P about what is about to be read into `blocks`, if P has announced a lease."""
@@ -111,13 +109,15 @@ class ConfirmedReads:
         read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked))
         self._forget(request.request_id)
         self._reads[read.req_id] = self._readers[read.reader] = read
-        self.questions.ask(peer, Question(token, read.reader, asked))
+        self._ask(read, asked)
 
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the workers' report without reads that are not confirmed yet, and with those that
         have been since the last; those of which P says that it held the blocks no more are failed.
+        And with what was sent and then held for a promise (`LeaseBook.due`).
         """
-        if not self._reads:
+        due = self.book.due()
+        if not self._reads and not due:
             return output
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
         finished = report.finished_recving or set()
@@ -134,9 +134,13 @@ class ConfirmedReads:
             if verdict is Verdict.REFUSE:
                 failed.add(read.req_id)
                 invalid |= read.blocks
-        if not kept & finished and released <= finished and not failed:
+        if not kept & finished and released <= finished and not failed and not due:
             return output
-        report = replace(report, finished_recving=finished - kept | released)
+        report = replace(
+            report,
+            finished_recving=finished - kept | released,
+            finished_sending=(report.finished_sending or set()) | due,
+        )
         if _TAKES_FAILED:
             report.failed_recving = report.failed_recving | failed
         else:
@@ -170,7 +174,7 @@ class ConfirmedReads:
         verdict = read.check.verdict(time)
         if verdict is Verdict.ASK:
             read.check.asks(time)
-            self.questions.ask(read.peer, Question(read.token, read.reader, time))
+            self._ask(read, time)
         elif verdict is Verdict.REFUSE:
             refusals.warning(
                 "Request %s does not use the KV that it has read: the prefill server at %s:%s does "
@@ -180,6 +184,10 @@ class ConfirmedReads:
                 read.peer.port,
             )
         return verdict
+
+    def _ask(self, read: _Read, time: float) -> None:
+        question = Question(read.token, read.reader, frozenset(self._agents), time)
+        self.questions.ask(read.peer, question)
 
     def _forget(self, req_id: str) -> None:
         read = self._reads.pop(req_id, None)
@@ -204,7 +212,7 @@ def confirmed_reads(part: _Part) -> ConfirmedReads | None:
         on = has_engine(part) and part.vllm_config.kv_transfer_config.get_from_extra_config(
             "confirm_reads", True
         )
-        known["_confirmed_reads"] = ConfirmedReads() if on else None
+        known["_confirmed_reads"] = ConfirmedReads(own_agents(part)) if on else None
     reads: ConfirmedReads | None = known["_confirmed_reads"]
     return reads
 

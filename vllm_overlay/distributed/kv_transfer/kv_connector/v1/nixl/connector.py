@@ -15,6 +15,8 @@ agents are made without locks (`NIXL_THREAD_SYNC_NONE`), and vLLM sends from its
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
@@ -53,23 +55,39 @@ class WantsLooks:
         raise NotImplementedError
 
 
+@dataclass(frozen=True)
 class WorkerReport(KVConnectorWorkerMetadata):
-    """What a worker tells its scheduler in a step.
+    """What a worker tells its scheduler in a step; over ranks, all of it.
 
     Attributes:
-        pending: What its notifications have before them; over ranks, the sum.
-        ended: Requests whose blocks are given up unread, see `confirmed_reads`; over ranks, all.
+        pending: What its notifications have before them.
+        agents: The worker's own NIXL agent; said once.
+        heard: Which agents have told it that they have read which requests' blocks.
+        ended: Requests whose blocks it has given up unread.
     """
 
-    def __init__(self, pending: int, ended: frozenset[str] = frozenset()) -> None:
-        self.pending = pending
-        self.ended = ended
+    pending: int
+    agents: frozenset[str] = frozenset()
+    heard: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    ended: frozenset[str] = frozenset()
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two ranks."""
         if not isinstance(other, WorkerReport):
             return self
-        return WorkerReport(self.pending + other.pending, self.ended | other.ended)
+        both = self.heard.keys() | other.heard.keys()
+        return WorkerReport(
+            self.pending + other.pending,
+            self.agents | other.agents,
+            {i: self.heard.get(i, frozenset()) | other.heard.get(i, frozenset()) for i in both},
+            self.ended | other.ended,
+        )
+
+
+def own_agents(part: object) -> set[str]:
+    """Return the NIXL agents of an engine's workers, which NIXL's part of the scheduler keeps."""
+    agents: set[str] = vars(part).setdefault("_own_agents", set())
+    return agents
 
 
 class WakesIdleEngine(WantsLooks):
@@ -79,29 +97,43 @@ class WakesIdleEngine(WantsLooks):
     connector_scheduler: Any
 
     _pending = 0
+    _introduced = False
     _pause = SOON
     _look_at: float | None = None
 
     # Worker side.
 
     def build_connector_worker_meta(self) -> WorkerReport | None:
-        """Report in each step while notifications wait, and once that they no longer do."""
+        """Report in each step while notifications wait, and once that they no longer do; and what
+        is new.
+        """
         worker = self.connector_worker
-        pending = 0 if worker is None else pending_notifications(worker)
-        ended = frozenset(() if worker is None else vars(worker).pop("_ended_leases", ()))
-        report = WorkerReport(pending, ended) if pending or self._pending or ended else None
+        if worker is None:
+            return None
+        pending, before = pending_notifications(worker), self._pending
         self._pending = pending
-        return report
+        noted = vars(worker)
+        name = getattr(worker.nixl_wrapper, "name", None)
+        agents = frozenset([name] if name and not self._introduced else ())
+        self._introduced = True
+        heard, ended = noted.pop("_heard", {}), frozenset(noted.pop("_ended_leases", ()))
+        if not (pending or before or agents or heard or ended):
+            return None
+        return WorkerReport(pending, agents, heard, ended)
 
     # Scheduler side.
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' report; no report is no news."""
+        """Take the workers' report; no report is no news. What may not go yet is taken out."""
         report = connector_output.kv_connector_worker_meta
-        ended = report.ended if isinstance(report, WorkerReport) else ()
         reads = vars(self.connector_scheduler).get("_confirmed_reads")
-        if reads is not None:
-            reads.update(ended, connector_output.finished_sending or ())
+        if isinstance(report, WorkerReport):
+            own_agents(self.connector_scheduler).update(report.agents)
+            if reads is not None:
+                reads.book.hear(report.heard)
+                reads.book.expire(report.ended)
+        if reads is not None and connector_output.finished_sending:
+            connector_output.finished_sending = reads.book.free(connector_output.finished_sending)
         if not isinstance(report, WorkerReport):
             return
         if not report.pending:

@@ -16,7 +16,7 @@ def notifications(
     """Return what peers have sent since the last call, without what cannot be read.
 
     What begins like one of `others` is somebody else's to read. `fit` raises for a number of
-    ranks that this worker cannot serve.
+    ranks that this worker cannot serve. Who has read what is noted for the worker's next report.
     """
     try:
         arrived = worker.nixl_wrapper.get_new_notifs()
@@ -43,10 +43,13 @@ def _readable(
         text = notification.decode("utf-8")
         if text.startswith("HB:") and hasattr(worker, "_handle_heartbeat"):
             return True
-        ranks = int(text.rsplit(":", 1)[1])
+        req_id, said = text.rsplit(":", 1)
+        ranks = int(said)
         if ranks < 1:
             raise ValueError(f"{ranks} ranks")
         fit(ranks)
+        heard = vars(worker).setdefault("_heard", {})
+        heard[req_id] = heard.get(req_id, frozenset()) | {peer}
     except Exception as error:
         worker._log_failure(
             failure_type="notification_unreadable",

@@ -3,11 +3,11 @@
 
 P keeps a finished request's blocks until D has read them, or until their lease ends; then another
 request gets them. D cannot see which: its read of a block that P has given away succeeds. So P's
-scheduler, which alone gives blocks away, notes what it holds for whom, and says so when asked.
+scheduler, which alone gives blocks away, notes what it holds and who has read it, and says so when
+asked.
 
-One reader has a request's blocks, the first that asks. P frees them when its workers hear that
-they were read, and that does not say by whom: a second reader could not be told that the blocks are
-still there, nor afterwards that it was in time.
+The first that asks is promised that the blocks stay for a while, and P keeps to that even if its
+workers hear meanwhile that somebody else has read them. To all who ask later P says how it is.
 """
 
 from __future__ import annotations
@@ -15,13 +15,17 @@ from __future__ import annotations
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Set
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+PROMISE = 10.0
+"""Seconds for which blocks are promised at most. For so long they stay when another engine has read
+them, which takes a router that sends a prefilled request to two."""
+
 MAX_READ = 2**16
-"""Leases of which it is remembered that they were read; about 250 bytes each. One is asked for once
+"""Leases of which it is remembered who has read them; about 400 bytes each. Each is asked for once
 more, if at all, as soon as its reader has read it."""
 
 
@@ -30,9 +34,8 @@ class Standing(str, Enum):
 
     HELD = "held"
     READ = "read"
-    """They were held until the workers heard that they were read."""
+    """They were held until the workers had heard from all ranks of this reader, and no others."""
     GONE = "gone"
-    """They were given away, or are somebody else's, or nobody knows of them."""
 
 
 class Answer(NamedTuple):
@@ -40,19 +43,39 @@ class Answer(NamedTuple):
 
     Attributes:
         standing: How they stand.
-        seconds: How much longer they are held at least, counted from when this was said.
+        seconds: For how long they are promised, counted from when this was said.
     """
 
     standing: Standing
     seconds: float
 
 
+_GONE = Answer(Standing.GONE, 0.0)
+
+
 @dataclass
 class _Lease:
+    """A request's blocks.
+
+    Attributes:
+        until: When a worker may give them up, at the earliest.
+        reader: To whom they are promised, `agents` are its workers, and `promised` is until when.
+        heard: From whom the workers have heard that they are read.
+        expired: A worker has given them up.
+        ended: All workers have done with them; they are held for the promise only.
+    """
+
     token: str
     until: float
     reader: str | None = None
+    agents: Set[str] = frozenset()
+    promised: float = float("-inf")
+    heard: set[str] = field(default_factory=set)
     expired: bool = False
+    ended: bool = False
+
+    def is_read_by(self, agents: Set[str]) -> bool:
+        return _all_are_of(self.heard, agents)
 
 
 class LeaseBook:
@@ -67,7 +90,8 @@ class LeaseBook:
         self._lock = threading.Lock()
         self._held: dict[str, _Lease] = {}  # by request
         self._by_token: dict[str, _Lease] = {}
-        self._read: dict[str, str] = {}  # readers by token
+        self._ended: dict[str, _Lease] = {}  # by request, of those held
+        self._read: dict[str, Set[str]] = {}  # by token, who has read what is given away
 
     def hold(self, req_id: str, until: float) -> str:
         """Note that the blocks of a request are held until it is read, or at least until then.
@@ -76,10 +100,17 @@ class LeaseBook:
             The token of the lease.
         """
         lease = _Lease(uuid.uuid4().hex, until)
-        self.free([req_id])
         with self._lock:
+            self._give_away(req_id)
             self._held[req_id] = self._by_token[lease.token] = lease
         return lease.token
+
+    def hear(self, told: Mapping[str, Iterable[str]]) -> None:
+        """Note which agents have told the workers that they have read which requests' blocks."""
+        with self._lock:
+            for req_id, agents in told.items():
+                if req_id in self._held:
+                    self._held[req_id].heard.update(agents)
 
     def expire(self, req_ids: Iterable[str]) -> None:
         """Note whose lease has ended at one of the workers, or more."""
@@ -88,33 +119,68 @@ class LeaseBook:
                 if req_id in self._held:
                     self._held[req_id].expired = True
 
-    def free(self, req_ids: Iterable[str]) -> None:
-        """Note whose blocks are about to be given away."""
+    def free(self, req_ids: Iterable[str]) -> set[str]:
+        """Return those of the requests, with which the workers are done, whose blocks may be given
+        away now; the others are `due` later.
+        """
         with self._lock:
-            for req_id in req_ids:
-                lease = self._held.pop(req_id, None)
-                if lease is None:
-                    continue
-                del self._by_token[lease.token]
-                if lease.reader is None or lease.expired:
-                    continue
-                self._read[lease.token] = lease.reader
-                if len(self._read) > MAX_READ:
-                    del self._read[next(iter(self._read))]
+            return {req_id for req_id in req_ids if self._may_go(req_id)}
 
-    def answer(self, token: str, reader: str) -> Answer:
-        """Say how the blocks of a lease stand for `reader`, who reads them if nobody else does.
+    def due(self) -> set[str]:
+        """Return the requests whose blocks were held for a promise that is over."""
+        if not self._ended:
+            return set()
+        now = self._clock()
+        return {req_id for req_id, lease in self._ended.items() if lease.promised <= now}
+
+    def _may_go(self, req_id: str) -> bool:
+        lease = self._held.get(req_id)
+        if lease is None:
+            return True
+        in_time = lease.promised > self._clock()
+        if in_time and not lease.expired and not lease.is_read_by(lease.agents):
+            lease.ended = True
+            self._ended[req_id] = lease
+            return False
+        self._give_away(req_id)
+        return True
+
+    def _give_away(self, req_id: str) -> None:
+        lease = self._held.pop(req_id, None)
+        if lease is None:
+            return
+        self._ended.pop(req_id, None)
+        del self._by_token[lease.token]
+        if not lease.expired:
+            self._read[lease.token] = lease.heard
+            if len(self._read) > MAX_READ:
+                del self._read[next(iter(self._read))]
+
+    def answer(self, token: str, reader: str, agents: Set[str]) -> Answer:
+        """Say how the blocks of a lease stand for a reader.
 
         Args:
             token: What `hold` returned.
             reader: What sets a reader apart from all others, and is the same when it asks again.
+            agents: Those of its NIXL agents that are known to it.
         """
         with self._lock:
             lease = self._by_token.get(token)
             if lease is None:
-                read = self._read.get(token) == reader
-                return Answer(Standing.READ if read else Standing.GONE, 0.0)
-            if lease.expired or lease.reader not in (None, reader):
-                return Answer(Standing.GONE, 0.0)
-            lease.reader = reader
-            return Answer(Standing.HELD, max(0.0, lease.until - self._clock()))
+                read = _all_are_of(self._read.get(token, ()), agents)
+                return Answer(Standing.READ, 0.0) if read else _GONE
+            now = self._clock()
+            if lease.expired:
+                return _GONE
+            if lease.ended and lease.reader != reader:
+                return Answer(Standing.READ, 0.0) if lease.is_read_by(agents) else _GONE
+            if lease.reader in (None, reader) and not lease.ended:
+                lease.reader, lease.agents = reader, agents
+                lease.promised = max(lease.promised, min(lease.until, now + PROMISE))
+            left = lease.promised - now if lease.reader == reader else 0.0
+            return Answer(Standing.HELD, max(0.0, left))
+
+
+def _all_are_of(heard: Iterable[str], agents: Set[str]) -> bool:
+    """Whether there is somebody that was heard, and nobody else than these."""
+    return bool(heard) and agents >= set(heard)

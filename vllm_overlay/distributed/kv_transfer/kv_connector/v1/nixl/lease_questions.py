@@ -51,11 +51,13 @@ class Question(NamedTuple):
     Attributes:
         token: The lease.
         reader: Who asks; the same when it asks again.
+        agents: The NIXL agents of D's workers, as far as its scheduler knows them.
         asked: When, in seconds on a clock of D's; P only repeats it.
     """
 
     token: str
     reader: str
+    agents: frozenset[str]
     asked: float
 
 
@@ -122,7 +124,7 @@ def answer(frame: bytes) -> bytes | None:
         asked = msgspec.msgpack.decode(frame[len(MARK) :], type=Question)
     except msgspec.DecodeError:
         return None
-    answers = [book.answer(asked.token, asked.reader) for book in tuple(_books)]
+    answers = [book.answer(asked.token, asked.reader, asked.agents) for book in tuple(_books)]
     known = [one for one in answers if one.standing is not Standing.GONE]
     said = known[0] if known else Answer(Standing.GONE, 0.0)
     return MARK + msgspec.msgpack.encode(Reply(asked.reader, asked.asked, said))
