@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -106,6 +107,16 @@ class PrefillServer(Server):
         self.part.shutdown()
         vars(self.part).pop("_confirmed_reads", None)
 
+    def leave_unanswered(self) -> None:
+        """Let nothing that is asked from now on reach it, until `answer_again`."""
+        self.part.shutdown()
+
+    def answer_again(self) -> None:
+        """Answer what is asked from now on, and what was meanwhile."""
+        self.part._stop_event = threading.Event()
+        self.part._nixl_handshake_listener_t = None
+        self.listen()
+
     def prefill(self, req_id: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Compute a prompt.
 
@@ -151,9 +162,10 @@ def prefill_server(
 
 
 def decode_server(agent: str = "D/0", **config: Any) -> Server:  # noqa: ANN401 - handed on
-    """D, which has shaken hands with P."""
+    """D, which has taken a step before and has shaken hands with P."""
     server = Server(agent, **config)
     connect(server.worker, "P")
+    server.step()
     return server
 
 

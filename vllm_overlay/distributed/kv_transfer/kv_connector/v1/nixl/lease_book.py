@@ -85,8 +85,9 @@ class LeaseBook:
     same id, nor one of this engine after it has started again.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+        """Begin with no lease; `clock` is that of the deadlines, `time.perf_counter` in vLLM."""
+        self._clock = clock or time.perf_counter
         self._lock = threading.Lock()
         self._held: dict[str, _Lease] = {}  # by request
         self._by_token: dict[str, _Lease] = {}

@@ -37,6 +37,9 @@ logger = init_logger(f"vllm.{__name__}")
 MAX_PEERS = 64
 """Peers to which a connection is kept open; the one that was asked longest ago is closed."""
 
+_RING, _END = b"ring", b"end"
+"""What the thread is told."""
+
 MARK = b"kvfix lease 1"
 """With what a question and an answer begin, in the frame that is empty in a handshake."""
 
@@ -139,7 +142,6 @@ class LeaseQuestions:
     def __init__(self) -> None:
         self._questions: queue.SimpleQueue[tuple[Peer, Question]] = queue.SimpleQueue()
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._context: zmq.Context[Any] | None = None
         self._bell: zmq.Socket[bytes] | None = None
 
     def ask(self, peer: Peer, question: Question) -> None:
@@ -149,7 +151,7 @@ class LeaseQuestions:
             self._start()
         assert self._bell is not None  # noqa: S101 - for mypy
         with contextlib.suppress(zmq.Again):  # it rings already
-            self._bell.send(b"", zmq.NOBLOCK)
+            self._bell.send(_RING, zmq.NOBLOCK)
 
     def replies(self) -> Iterator[Reply]:
         """Return the replies that have come since the last call."""
@@ -157,23 +159,25 @@ class LeaseQuestions:
             yield self._replies.get_nowait()
 
     def _start(self) -> None:
-        self._context = zmq.Context()
-        self._bell = self._context.socket(zmq.PAIR)
-        inside = self._context.socket(zmq.PAIR)
+        context = zmq.Context()
+        self._bell = context.socket(zmq.PAIR)
+        inside = context.socket(zmq.PAIR)
         inside.bind("inproc://questions")
         self._bell.connect("inproc://questions")
         threading.Thread(
             target=_talk,
-            args=(self._context, inside, self._questions, self._replies),
+            args=(context, inside, self._questions, self._replies),
             name="kv_lease_questions",
             daemon=True,
         ).start()
-        weakref.finalize(self, _stop, self._context, self._bell)
+        weakref.finalize(self, _stop, self._bell)
 
 
-def _stop(context: zmq.Context[Any], bell: zmq.Socket[bytes]) -> None:
-    bell.close(linger=0)
-    context.destroy(linger=0)
+def _stop(bell: zmq.Socket[bytes]) -> None:
+    """End the thread; only it may close its sockets."""
+    with contextlib.suppress(zmq.ZMQError):
+        bell.send(_END, zmq.NOBLOCK)
+    bell.close()
 
 
 def _talk(
@@ -185,24 +189,23 @@ def _talk(
     sockets: OrderedDict[Peer, zmq.Socket[bytes]] = OrderedDict()
     poller = zmq.Poller()
     poller.register(bell, zmq.POLLIN)
-    with contextlib.suppress(zmq.ContextTerminated, zmq.ZMQError):
-        while True:
-            for socket, _ in poller.poll():
-                frames = socket.recv_multipart()
-                if socket is bell:
-                    continue
-                reply = read_reply(frames)
-                if reply is not None:
-                    replies.put(reply)
-            while not questions.empty():
-                peer, question = questions.get_nowait()
-                try:
-                    socket = _connected(context, poller, sockets, peer)
-                    socket.send_multipart(question_frames(peer, question), zmq.NOBLOCK)
-                except zmq.ZMQError as error:  # no such host, or it takes nothing more
-                    logger.debug("Cannot ask %s about a lease: %s", peer, error)
-    for socket in (bell, *sockets.values()):
-        socket.close(linger=0)
+    while True:
+        for socket, _ in poller.poll():
+            frames = socket.recv_multipart()
+            if socket is bell and frames == [_END]:
+                for one in (bell, *sockets.values()):
+                    one.close(linger=0)
+                context.term()
+                return
+            if (reply := read_reply(frames)) is not None:
+                replies.put(reply)
+        while not questions.empty():
+            peer, question = questions.get_nowait()
+            try:
+                socket = _connected(context, poller, sockets, peer)
+                socket.send_multipart(question_frames(peer, question), zmq.NOBLOCK)
+            except zmq.ZMQError as error:  # no such host, or it takes nothing more
+                logger.debug("Cannot ask %s about a lease: %s", peer, error)
 
 
 def question_frames(peer: Peer, question: Question) -> tuple[bytes, bytes]:

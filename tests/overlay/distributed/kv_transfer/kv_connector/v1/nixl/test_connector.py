@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -64,8 +65,16 @@ def test_nothing_to_look_at(connector: Any) -> None:  # noqa: ANN401
 
 
 def test_reports_of_several_ranks() -> None:
-    joined = WorkerReport(2).aggregate(WorkerReport(0)).aggregate(WorkerReport(3))
+    said = [
+        WorkerReport(2, frozenset({"a"}), {"r": frozenset({"d/0"})}),
+        WorkerReport(0, frozenset({"b"}), {"r": frozenset({"d/1"}), "s": frozenset({"d/0"})}),
+        WorkerReport(3, ended=frozenset({"t"})),
+    ]
+    joined = said[0].aggregate(said[1]).aggregate(said[2])
     assert joined.pending == 5
+    assert joined.agents == {"a", "b"}
+    assert joined.heard == {"r": {"d/0", "d/1"}, "s": {"d/0"}}
+    assert joined.ended == {"t"}
 
 
 def test_a_worker_reports_while_something_waits_and_once_that_nothing_does(
@@ -74,6 +83,21 @@ def test_a_worker_reports_while_something_waits_and_once_that_nothing_does(
     waiting = iter([0, 2, 2, 0, 0])
     monkeypatch.setattr(overlay, "pending_notifications", lambda worker: next(waiting))
     side: Any = WakesIdleEngine()
-    side.connector_worker = object()
+    side.connector_worker = SimpleNamespace(nixl_wrapper=SimpleNamespace(name=None))
     reports = [side.build_connector_worker_meta() for _ in range(5)]
     assert [made and made.pending for made in reports] == [None, 2, 2, 0, None]
+
+
+def test_a_worker_says_once_who_it_is_and_what_it_has_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overlay, "pending_notifications", lambda worker: 0)
+    side: Any = WakesIdleEngine()
+    worker = side.connector_worker = SimpleNamespace(nixl_wrapper=SimpleNamespace(name="p/0"))
+    assert side.build_connector_worker_meta() == WorkerReport(0, frozenset({"p/0"}))
+    assert side.build_connector_worker_meta() is None
+    worker._heard, worker._ended_leases = {"r": frozenset({"d/0"})}, {"s"}
+    assert side.build_connector_worker_meta() == WorkerReport(
+        0, heard={"r": frozenset({"d/0"})}, ended=frozenset({"s"})
+    )
+    assert side.build_connector_worker_meta() is None

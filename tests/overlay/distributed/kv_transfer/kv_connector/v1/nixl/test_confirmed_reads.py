@@ -1,0 +1,272 @@
+"""Which reads are used, which are not, and that nobody waits who need not."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.v1.request import RequestStatus
+
+from tests.support.decode_engine import Step
+from tests.support.lease_pair import (
+    PrefillServer,
+    Server,
+    computed_of,
+    decode_server,
+    prefill_server,
+)
+from tests.support.nixl_worker import nixl_of
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_book, read_check
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads import (
+    FIELD,
+    confirmed_reads,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import own_agents
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import Question
+
+PROMPT = list(range(40))
+
+
+@pytest.fixture
+def p() -> Iterator[PrefillServer]:
+    """P, which keeps what nobody reads for as long as any test takes."""
+    with prefill_server(lease=100.0) as server:
+        yield server
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Question]:
+    """The questions of all decode servers."""
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_questions
+
+    questions: list[Question] = []
+    ask = lease_questions.LeaseQuestions.ask
+
+    def noting(self: Any, peer: Any, question: Question) -> None:  # noqa: ANN401
+        questions.append(question)
+        ask(self, peer, question)
+
+    monkeypatch.setattr(lease_questions.LeaseQuestions, "ask", noting)
+    return questions
+
+
+def begin(d: Server, offer: dict[str, Any], req_id: str = "r") -> None:
+    d.send(req_id, PROMPT, offer)
+    d.step()
+    d.step()
+
+
+def end(d: Server, seconds: float = 5.0) -> list[Step]:
+    """Let the reads end, and step until all requests have, or for so long."""
+    nixl = nixl_of(d.worker)
+    nixl.finish(*nixl.in_flight())
+    steps, over = [], time.monotonic() + seconds
+    while d.scheduler.has_requests() and time.monotonic() < over:
+        steps.append(d.step())
+        time.sleep(0.001)
+    return steps
+
+
+def used(steps: list[Step], req_id: str = "r") -> bool:
+    """Whether the request has ended, with what was read."""
+    assert any(req_id in step.finished for step in steps), "it does not end"
+    return computed_of(steps, req_id) < len(PROMPT)
+
+
+def test_a_read_in_time_is_used_and_asked_for_once(p: PrefillServer, asked: list[Question]) -> None:
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT))
+    assert used(end(d))
+    assert len(asked) == 1
+
+
+def test_a_late_read_is_used_if_the_blocks_are_held(
+    p: PrefillServer, asked: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_book, "PROMISE", 0.0)
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT))
+    assert used(end(d))
+    assert len(asked) == 2
+    assert asked[1].agents == {"D/0"}
+
+
+def test_a_late_read_is_used_if_p_has_heard_of_it_and_of_nobody_else(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_book, "PROMISE", 0.0)
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT), "late")
+    nixl = nixl_of(d.worker)
+    nixl.finish(*nixl.in_flight())
+    p.hears_of(d)
+    assert "at-p" not in p.scheduler.requests
+    assert used(end(d), "late")
+
+
+def test_what_another_reader_has_freed_stays_while_it_is_promised(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    offer = p.prefill("at-p", PROMPT)
+    first, second = decode_server("first/0"), decode_server("second/0")
+    book = confirmed_reads(p.part).book  # type: ignore[union-attr]
+    assert book.answer(offer[FIELD], "first", frozenset({"first/0"})).seconds > 9
+    begin(second, offer, "second")
+    steps = end(second, 0.05)
+    p.hears_of(second)
+    p.step()
+    assert "at-p" in p.scheduler.requests
+    assert used(steps + end(second), "second")
+    later = time.perf_counter() + lease_book.PROMISE
+    monkeypatch.setattr(book, "_clock", lambda: later)
+    p.step()
+    assert "at-p" not in p.scheduler.requests
+    begin(first, offer, "first")
+    assert not used(end(first), "first")
+
+
+def test_of_an_engine_that_is_not_known_yet_blocks_are_promised_all_the_same(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D's workers say who they are in its first step; its first question comes before."""
+    d = decode_server()
+    own_agents(d.part).clear()
+    begin(d, p.prefill("at-p", PROMPT))
+    assert used(end(d))
+    p.hears_of(d)
+    assert "at-p" in p.scheduler.requests
+    later = time.perf_counter() + lease_book.PROMISE
+    monkeypatch.setattr(confirmed_reads(p.part).book, "_clock", lambda: later)  # type: ignore[union-attr]
+    p.step()
+    assert "at-p" not in p.scheduler.requests
+
+
+def test_blocks_are_free_as_soon_as_their_reader_is_heard(p: PrefillServer) -> None:
+    """As on stock: a promise keeps nothing from being freed that is read."""
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT))
+    assert used(end(d))
+    p.hears_of(d)
+    assert "at-p" not in p.scheduler.requests
+
+
+def test_a_read_may_be_heard_of_before_it_is_asked_for(p: PrefillServer) -> None:
+    """The question is slower than the read and its notification."""
+    d = decode_server()
+    offer = p.prefill("at-p", PROMPT)
+    p.leave_unanswered()
+    begin(d, offer, "overtaken")
+    nixl = nixl_of(d.worker)
+    nixl.finish(*nixl.in_flight())
+    p.hears_of(d)
+    p.answer_again()
+    assert used(end(d), "overtaken")
+
+
+def test_a_silent_p_has_not_confirmed(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(read_check, "PATIENCE", 0.1)
+    offer = p.prefill("at-p", PROMPT)
+    p.leave()
+    d = decode_server()
+    begin(d, offer)
+    assert not used(end(d))
+    assert "does not use the KV that it has read" in caplog.text
+
+
+def test_a_read_that_has_failed_waits_for_no_answer(p: PrefillServer) -> None:
+    offer = p.prefill("at-p", PROMPT)
+    p.leave()
+    d = decode_server()
+    begin(d, offer)
+    nixl = nixl_of(d.worker)
+    nixl.fail(*nixl.in_flight())
+    assert not used(end(d, seconds=2.0))
+
+
+def test_a_request_that_has_left_waits_for_no_answer(p: PrefillServer) -> None:
+    offer = p.prefill("at-p", PROMPT)
+    p.leave()
+    d = decode_server()
+    free = d.step().reusable
+    begin(d, offer)
+    d.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    end(d, seconds=0.2)
+    assert d.step().reusable == free
+    assert d.scheduler.requests == {}
+
+
+def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
+    p: PrefillServer, asked: list[Question], caplog: pytest.LogCaptureFixture
+) -> None:
+    offer = p.prefill("at-p", PROMPT)
+    del offer[FIELD]
+    d = decode_server()
+    begin(d, offer)
+    assert used(end(d))
+    begin(d, offer | {"remote_request_id": "other"}, "other")
+    end(d)
+    assert asked == []
+    assert caplog.text.count("are unconfirmed") == 1
+
+
+@pytest.mark.parametrize("token", [7, None, "x" * 65, ["x"]])
+def test_a_token_that_is_none_is_as_if_there_were_none(
+    p: PrefillServer, asked: list[Question], token: object
+) -> None:
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT) | {FIELD: token})
+    assert used(end(d))
+    assert asked == []
+
+
+def switch_off(server: Server) -> None:
+    config: Any = server.worker.vllm_config.kv_transfer_config
+    config.kv_connector_extra_config["confirm_reads"] = False
+
+
+def test_a_p_that_is_told_so_announces_nothing(p: PrefillServer) -> None:
+    switch_off(p)
+    assert FIELD not in p.prefill("at-p", PROMPT)
+
+
+def test_a_d_that_is_told_so_asks_nothing(
+    p: PrefillServer, asked: list[Question], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    d = decode_server()
+    switch_off(d)
+    begin(d, p.prefill("at-p", PROMPT))
+    assert used(end(d))
+    assert asked == []
+    assert "unconfirmed" not in caplog.text
+
+
+def test_a_prompt_that_is_cached_is_not_asked_for(p: PrefillServer, asked: list[Question]) -> None:
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT))
+    end(d)
+    before = len(asked)
+    begin(d, p.prefill("again", PROMPT), "again")
+    end(d)
+    assert len(asked) - before <= 1  # the last block is never cached
+
+
+@pytest.mark.parametrize("rounds", [50])
+def test_nothing_is_left_of_what_is_over(p: PrefillServer, rounds: int) -> None:
+    d = decode_server()
+    for n in range(rounds):
+        begin(d, p.prefill(f"p{n}", [n, *PROMPT]), f"d{n}")
+        end(d)
+        p.hears_of(d)
+    reads, book = confirmed_reads(d.part), confirmed_reads(p.part).book  # type: ignore[union-attr]
+    assert reads is not None
+    assert not reads._reads
+    assert not reads._readers
+    assert not book._held
+    assert not book._by_token
+    assert not book._ended
