@@ -158,7 +158,7 @@ def prefill_server(
         try:
             yield server
         finally:
-            server.leave()
+            server.part._stop_event.set()  # its thread sees that within a second
 
 
 def decode_server(agent: str = "D/0", **config: Any) -> Server:  # noqa: ANN401 - handed on
