@@ -260,11 +260,15 @@ class Engine:
         else:
             connector.set_xfer_handshake_metadata(said)
 
-    def answer(self, question: bytes) -> list[bytes]:
+    def answer(self, question: list[bytes]) -> list[bytes]:
         """What the side channel answers a peer that asks; raises `zmq.Again` if nothing."""
         with self.around.clock.at(Place(self.name)):
             home: Any = _module_of(self._connector_scheduler)
             return self.listener.ask(question, home)
+
+    def end(self) -> None:
+        """Its processes are gone, and with them what they knew of leases."""
+        vars(self._connector_scheduler).pop("_confirmed_reads", None)
 
     @property
     def _connector_scheduler(self) -> Any:  # noqa: ANN401 - of another name from 0.24.0 on

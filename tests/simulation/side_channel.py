@@ -9,13 +9,19 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from typing import Any
 
 import zmq
 
 from tests.simulation.clock import Clock
+
+lease_questions: Any
+try:
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_questions
+except ModuleNotFoundError:  # stock
+    lease_questions = None
 
 
 class _NothingMoreError(BaseException):
@@ -44,15 +50,15 @@ class Listener:
     def join(self, timeout: float | None = None) -> None:
         pass
 
-    def ask(self, question: bytes, module: Any) -> list[bytes]:  # noqa: ANN401
-        """What it answers; `module` is where the listener finds `zmq_ctx`.
+    def ask(self, question: list[bytes], module: Any) -> list[bytes]:  # noqa: ANN401
+        """What it answers to these frames; `module` is where the listener finds `zmq_ctx`.
 
         Raises:
             zmq.Again: it does not answer.
         """
         if self.failed is not None:
             raise zmq.Again
-        self._question, self._answer = [b"peer", b"", question], None
+        self._question, self._answer = [b"peer", *question], None
         usual = module.zmq_ctx
         module.zmq_ctx = lambda *_: contextlib.nullcontext(self)
         try:
@@ -79,7 +85,7 @@ class Listener:
         return question
 
     def send_multipart(self, parts: tuple[bytes, ...]) -> None:
-        self._answer = list(parts[2:])
+        self._answer = list(parts[1:])
 
 
 class Question:
@@ -88,7 +94,7 @@ class Question:
     `reach` gives what answers at a path; it raises `zmq.Again` where nobody does.
     """
 
-    def __init__(self, path: str, reach: Callable[[str, bytes], list[bytes]]) -> None:
+    def __init__(self, path: str, reach: Callable[[str, list[bytes]], list[bytes]]) -> None:
         self._path, self._reach = path, reach
         self._said = b""
 
@@ -99,10 +105,31 @@ class Question:
         self._said = message
 
     def recv_multipart(self) -> list[bytes]:
-        return self._reach(self._path, self._said)
+        return self._reach(self._path, [b"", self._said])[1:]
 
     def recv(self) -> bytes:
         return self.recv_multipart()[0]
+
+
+class LeaseTalk:
+    """Stands in for K20's thread: what D's scheduler asks about a lease is a job of its place."""
+
+    def __init__(self, jobs: Jobs, reach: Callable[[str, list[bytes]], list[bytes]]) -> None:
+        self._jobs, self._reach = jobs, reach
+        self._replies: deque[Any] = deque()
+
+    def ask(self, peer: Any, question: Any) -> None:  # noqa: ANN401 - the overlay's
+        self._jobs.submit(self._talk, peer, question)
+
+    def replies(self) -> Iterator[Any]:
+        while self._replies:
+            yield self._replies.popleft()
+
+    def _talk(self, peer: Any, question: Any) -> None:  # noqa: ANN401
+        frames = list(lease_questions.question_frames(peer, question))
+        reply = lease_questions.read_reply(self._reach(f"tcp://{peer.host}:{peer.port}", frames))
+        if reply is not None:
+            self._replies.append(reply)
 
 
 class Jobs:

@@ -21,7 +21,7 @@ from tests.simulation import checks
 from tests.simulation.checks import FoundError
 from tests.simulation.clock import Clock, Place, replacing, virtual_time
 from tests.simulation.engine import DiedError, Engine, Shape, Surroundings, Told
-from tests.simulation.side_channel import Jobs, Question
+from tests.simulation.side_channel import Jobs, LeaseTalk, Question, lease_questions
 from tests.simulation.text import Text, prompt
 from tests.simulation.wire import Agent, Read, Wire
 from tests.support.nixl_release import NixlConnectorWorker
@@ -112,6 +112,9 @@ class Stage:
             "ThreadPoolExecutor": (ThreadPoolExecutor, lambda *_, **__: self.world.executor()),
             "zmq_ctx": (home.zmq_ctx, lambda _, path: self.world.socket(path)),
         }
+        if lease_questions is not None:
+            asks = lease_questions.LeaseQuestions
+            found["LeaseQuestions"] = asks, lambda: self.world.talk()
         with replacing(found, ("vllm.", "vllm_overlay.")):
             yield
 
@@ -178,7 +181,11 @@ class World:
         """A socket on which to ask whoever listens at `path`."""
         return contextlib.nullcontext(Question(path, self._reach))
 
-    def _reach(self, path: str, question: bytes) -> list[bytes]:
+    def talk(self) -> LeaseTalk:
+        """What asks about leases for the scheduler that is running."""
+        return LeaseTalk(self.executor(), self._reach)
+
+    def _reach(self, path: str, question: list[bytes]) -> list[bytes]:
         asking = self.clock.here.engine
         host = path.removeprefix("tcp://").rsplit(":", 1)[0]
         for engine in self.engines.values():
@@ -429,6 +436,7 @@ class World:
         self._excuse(name)
         self.restarted.add(name)
         self.wire.kill(name)
+        engine.end()
         for jobs in self.executors:
             if jobs.place.engine == name:
                 jobs.shutdown()

@@ -31,13 +31,17 @@ class Verdict(Enum):
 
 
 class ReadCheck:
-    """What is known of one read. All times are seconds on one clock of D's."""
+    """What is known of one read. All times are seconds on one clock of D's.
+
+    Answers may come late, twice and in any order. Of two events of the same time nobody knows which
+    was first.
+    """
 
     def __init__(self, asked: float) -> None:
         """Begin with the first question, which is asked now."""
         self._asked: float | None = asked
         self._good_until = float("-inf")
-        self._standing: Standing | None = None
+        self._gone = False
         self._confirmed = False
         self._ended: float | None = None
 
@@ -54,22 +58,22 @@ class ReadCheck:
         """Take the answer to the question that was asked at `asked`."""
         if asked == self._asked:
             self._asked = None
-        self._standing = answer.standing
+        if answer.standing is Standing.GONE:
+            self._gone = True  # and P never says anything else again
+            return
         self._good_until = max(self._good_until, asked + answer.seconds - MARGIN)
         # Held when it was asked for, after the read: held all the time.
-        if answer.standing is Standing.READ or (self._ended is not None and asked >= self._ended):
-            self._confirmed = answer.standing is not Standing.GONE
+        if answer.standing is Standing.READ or (self._ended is not None and asked > self._ended):
+            self._confirmed = True
 
     def verdict(self, now: float) -> Verdict:
         """Say what to do with the read."""
         if self._ended is None:
             return Verdict.WAIT
-        if self._confirmed or (
-            self._standing is not Standing.GONE and self._ended <= self._good_until
-        ):
+        if self._confirmed or (not self._gone and self._ended <= self._good_until):
             return Verdict.USE
-        if self._standing is Standing.GONE:
+        if self._gone:
             return Verdict.REFUSE
         if self._asked is None:
-            return Verdict.ASK
+            return Verdict.ASK if now > self._ended else Verdict.WAIT
         return Verdict.WAIT if now - max(self._asked, self._ended) < PATIENCE else Verdict.REFUSE
