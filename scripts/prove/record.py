@@ -21,6 +21,7 @@ from scripts.prove.outcomes import Outcome, is_of
 from scripts.system.files import replacing
 
 FOLDER = RECORDS / "proofs"
+_SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -38,8 +39,8 @@ def proofs(release: str) -> dict[tuple[str, Side], Proof]:
             entry["inputs"], {node: Outcome(**row) for node, row in entry["outcomes"].items()}
         )
         for fix, sides in document_of(release).items()
-        for side, entry in sides.items()
-        if side in get_args(Side)
+        for side in _SIDES
+        if (entry := sides.get(side))
     }
 
 
