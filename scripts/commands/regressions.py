@@ -3,7 +3,10 @@
 For each release, in one environment and two at a time: the tests of tests/regressions run on the
 stock wheel, on the patched wheel, which lies beside it, and, for each fix, on the stock files with
 that fix alone (and what it depends on). Each run is a fork of one process that has imported torch
-and transformers (tests/programs/forks.py). A fix passes only if
+and transformers (tests/programs/forks.py). What a fix does alone is taken from `records/proofs/`
+where the release, the tests of all fixes, its patch and the code that this reaches are those of
+that run, and it had no fault; `--again` runs it all the same. Only a session of all fixes puts it
+there. A fix passes only if
 
 - each of its tests fails on stock, and at least one by an assertion of its own file;
 - each passes on the patched wheel;
@@ -23,10 +26,11 @@ from rich.table import Table
 
 from scripts.patchset.registry import load_registry
 from scripts.project import project, supported_release
+from scripts.prove.alone import Alone, held, keys_alone, passed, record_alone
 from scripts.prove.key import inputs
 from scripts.prove.outcomes import Outcome, Outcomes
 from scripts.prove.record import record
-from scripts.prove.regressions import ReleaseVerdict, prove_release, write_report
+from scripts.prove.regressions import ReleaseVerdict, Verdict, prove_release, write_report
 from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
@@ -36,6 +40,9 @@ def main() -> None:
     parser = parser_of("regressions", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument("--fix", action="append", metavar="ID", help="only this fix; repeatable")
+    parser.add_argument(
+        "--again", action="store_true", help="run each fix alone also where that is on record"
+    )
     options = parser.parse_args()
     registry = load_registry()
     if unknown := set(options.fix or ()) - registry.fixes.keys():
@@ -52,12 +59,24 @@ def main() -> None:
         before = [
             (fix, inputs(fix, release, "stock"), inputs(fix, release, "patched")) for fix in fixes
         ]
-        proof = prove_release(release, fixes, registry)
+        keys = keys_alone(release, registry)
+        known = {} if options.again else held(release, keys)
+        proof = prove_release(release, fixes, registry, known)
         out.print(_table(proof))
+        out.print(_said_alone(proof))
         write_report(proof)
         for (fix, stock, patched), verdict in zip(before, proof.verdicts, strict=True):
             record(release, "stock", [(fix, stock)], verdict.stock)
             record(release, "patched", [(fix, patched)], verdict.patched)
+        # Fewer tests than all show too little to be kept, but enough to doubt what was kept.
+        record_alone(
+            release,
+            {
+                one: Alone(keys[one], passed(outcomes)) if outcomes is not None else None
+                for one, outcomes in proof.alone.items()
+                if outcomes is None or not options.fix
+            },
+        )
         of_fixes = [fault for verdict in proof.verdicts for fault in verdict.faults]
         faults += [f"{release}: {fault}" for fault in (*proof.faults, *of_fixes)]
     for fault in faults:
@@ -79,10 +98,23 @@ def _table(proof: ReleaseVerdict) -> Table:
             verdict.fix,
             _count(verdict.stock) + ("" if verdict.affected else " (not affected)"),
             _count(verdict.patched),
-            "✗" if verdict.faults else ("✓" if verdict.affected else "-"),
+            _alone(verdict),
             f"{line.place} {line.message}"[:90],
         )
     return table
+
+
+def _alone(verdict: Verdict) -> str:
+    if verdict.faults or not verdict.affected:
+        return "✗" if verdict.faults else "-"
+    return "✓ on record" if verdict.on_record else "✓"
+
+
+def _said_alone(proof: ReleaseVerdict) -> str:
+    """Say which fixes were run alone, and of which that is on record."""
+    ran, taken = sorted(proof.alone), sorted(proof.taken)
+    said = f"alone: {len(ran)} run now ({', '.join(ran) or 'none'})"
+    return f"{said}, {len(taken)} on record ({', '.join(taken) or 'none'})"
 
 
 def _count(outcomes: Outcomes) -> str:

@@ -1,8 +1,8 @@
 """What a record stands for: its key is a hash of all that can change the outcomes of the run.
 
 That is the release, what the environment holds beside it, how pytest is set, and the code of the
-tests and of what they reach (`scripts.prove.reach`); on the patched side also the files that the
-patches change, as they are then, and the overlay modules that these import. Of code counts what it
+tests and of what they reach (`scripts.prove.reach`); where there are patches also the files that
+they change, as they are then, and the overlay modules that these import. Of code counts what it
 does: comments, docstrings, format, the order of imports and the folder of a helper do not.
 
 A key is the same on every machine: the release goes in by its sdist, not by one of its wheels.
@@ -13,11 +13,12 @@ from __future__ import annotations
 import ast
 import hashlib
 import json
-from functools import cache
+from collections.abc import Iterable
+from functools import cache, partial
 from typing import Literal
 
 from scripts.patchset.overlay import imported_modules, module_path
-from scripts.patchset.patch import apply_patches
+from scripts.patchset.patch import Patch, apply_patches
 from scripts.patchset.registry import Fix
 from scripts.patchset.target import Target
 from scripts.project import ROOT, read_toml
@@ -26,6 +27,7 @@ from scripts.prove.environment import needs
 from scripts.prove.pytest import PLUGIN, RAISED
 from scripts.prove.reach import Sources
 from scripts.upstream.lock import load_lock
+from scripts.upstream.tree import read_source
 
 Side = Literal["stock", "patched"]
 
@@ -45,6 +47,23 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
     ]
     if side == "patched":
         parts.append(_patched(release))
+    return _hash("\n".join(parts))
+
+
+def inputs_alone(release: str, patches: tuple[Patch, ...], fixes: Iterable[Fix]) -> str:
+    """Return the key of a run of the tests of all `fixes` on `release` with `patches` alone.
+
+    Raises:
+        PatchDoesNotApplyError: A patch does not fit the release without those that are left out.
+        SyntaxError: A test, or what it imports, is no Python.
+    """
+    tests = (f"{tests_hash(fix)} {' '.join(fix.left_open_on(release))}" for fix in fixes)
+    parts = [
+        load_lock()[release].sdist.sha256,
+        _settings(release),
+        *sorted(tests),
+        _with(release, patches),
+    ]
     return _hash("\n".join(parts))
 
 
@@ -72,9 +91,12 @@ def _settings(release: str) -> str:
 
 @cache
 def _patched(release: str) -> str:
-    """Return a hash of the files that patches change, and of the overlay that these reach."""
-    target = Target.of(release)
-    texts, _ = apply_patches(target.patches, target.read)
+    return _with(release, Target.of(release).patches)
+
+
+def _with(release: str, patches: tuple[Patch, ...]) -> str:
+    """Return a hash of the files that `patches` change, and of the overlay that these reach."""
+    texts, _ = apply_patches(patches, partial(read_source, release))
     parts: dict[str, str] = {}
     pending: list[str] = []
     for path, text in texts.items():

@@ -1,8 +1,9 @@
 """What the tests have shown of each fix on each release, and of what exactly.
 
 `records/proofs/<release>.json` keeps, for each fix and side, the outcome of each test and the key
-of the run (`scripts.prove.key`). A proof whose key is not today's is stale: it says what was so.
-What chance or the machine puts into a message is left out: the same run writes the same bytes.
+of the run (`scripts.prove.key`); of a fix alone it keeps less (`scripts.prove.alone`). A proof
+whose key is not today's is stale: it says what was so. What chance or the machine puts into a
+message is left out: the same run writes the same bytes.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any, get_args
 
 from scripts.patchset.registry import Fix
 from scripts.project import RECORDS
@@ -19,6 +21,7 @@ from scripts.prove.outcomes import Outcome, is_of
 from scripts.system.files import replacing
 
 FOLDER = RECORDS / "proofs"
+_SIDES: tuple[Side, ...] = get_args(Side)
 
 
 @dataclass(frozen=True)
@@ -31,16 +34,13 @@ class Proof:
 
 def proofs(release: str) -> dict[tuple[str, Side], Proof]:
     """Return what is recorded of `release`, by fix and side."""
-    path = FOLDER / f"{release}.json"
-    if not path.is_file():
-        return {}
-    document = json.loads(path.read_text(encoding="utf-8"))
     return {
         (fix, side): Proof(
             entry["inputs"], {node: Outcome(**row) for node, row in entry["outcomes"].items()}
         )
-        for fix, sides in document.items()
-        for side, entry in sides.items()
+        for fix, sides in document_of(release).items()
+        for side in _SIDES
+        if (entry := sides.get(side))
     }
 
 
@@ -55,14 +55,25 @@ def record(
         keys: The fixes, each with the key of the run, taken before it.
         outcomes: What became of each test, by node id.
     """
-    path = FOLDER / f"{release}.json"
-    document = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    document = document_of(release)
     for fix, key in keys:
         own = {
             node: asdict(without_chance(one))
             for node, one in of_fix(fix, release, outcomes).items()
         }
         document.setdefault(fix.id, {})[side] = {"inputs": key, "outcomes": own}
+    keep(release, document)
+
+
+def document_of(release: str) -> dict[str, dict[str, Any]]:
+    """Return all that is recorded of `release` as it is stored: fix → side → entry."""
+    path = FOLDER / f"{release}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def keep(release: str, document: dict[str, dict[str, Any]]) -> None:
+    """Store all that is recorded of `release`."""
+    path = FOLDER / f"{release}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as file:
         file.write((json.dumps(document, indent=1, sort_keys=True) + "\n").encode())

@@ -1,5 +1,7 @@
 """The tests of the fixes on one release: on stock, on patched, and with each fix alone.
 
+What a fix does alone may be on record (`scripts.prove.alone`); stock and patched are always run.
+
 Each test of a fix has to fail on an affected stock release, and one at least by an assertion of its
 own file: only that counts as "fails on stock" (`Outcome.is_assertion`). An exception of the
 release's own fails a test too. What the tests' harness raises is an error, and a fault of the
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
@@ -18,6 +20,7 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series
 from scripts.patchset.target import Target
 from scripts.project import REPORTS, ROOT, project
+from scripts.prove.alone import Alone
 from scripts.prove.environment import Environment
 from scripts.prove.forks import Fork
 from scripts.prove.outcomes import Outcomes, is_of
@@ -31,13 +34,14 @@ from scripts.wheel.build import patched_wheel
 
 @dataclass
 class Verdict:
-    """What the runs say of one fix on one release."""
+    """What the runs say of one fix on one release; `on_record` if `alone` comes from there."""
 
     fix: str
     affected: bool
     stock: Outcomes
     patched: Outcomes
     alone: Outcomes = field(default_factory=dict)
+    on_record: bool = False
     faults: list[str] = field(default_factory=list)
 
 
@@ -50,20 +54,40 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class ReleaseVerdict:
-    """What the runs say of one release; `faults` are those that belong to no single fix."""
+    """What the runs say of one release.
+
+    Attributes:
+        release: In its normal form.
+        verdicts: What they say of each fix.
+        identities: What stock and patched say to a peer.
+        faults: Those that belong to no single fix.
+        alone: By each fix that was run alone, the outcomes that were judged; None where they are
+            not to be kept.
+        taken: The fixes whose outcomes alone were taken from the record.
+    """
 
     release: str
     verdicts: list[Verdict]
     identities: dict[str, Identity]
     faults: list[str]
+    alone: dict[str, Outcomes | None]
+    taken: set[str]
 
 
-def prove_release(release: str, fixes: list[Fix], registry: Registry) -> ReleaseVerdict:
-    """Run all sides of `release` and return what they say of `fixes`."""
+def prove_release(
+    release: str, fixes: list[Fix], registry: Registry, held: Mapping[str, Alone]
+) -> ReleaseVerdict:
+    """Run the sides of `release` and return what they say of `fixes`.
+
+    Args:
+        release: In its normal form.
+        fixes: Whose tests are run, and which are run alone.
+        registry: All fixes.
+        held: By fix, what is taken from the record instead of a run of it alone.
+    """
     series = Target.of(release).series
     environment = Environment(release).make()
     environment.install(environment.stock)
-    paths = sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
     patched = environment.beside("patched", patched_wheel(release))
     sides = {"stock": None, "patched": patched}
     folder = ROOT / ".nox" / f"alone-{release}"
@@ -71,9 +95,12 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
         alone = {
             one: environment.shadow(folder / one, series.only([one], registry))
             for one in sorted({fix.closed_by(release) for fix in fixes} & {*series.fix_ids})
+            if one not in held
         }
         err.print(f"{release}: stock, patched, and {len(alone)} fixes alone, two at a time ...")
-        runs = {name: Run(paths, shadow) for name, shadow in {**sides, **alone}.items()}
+        runs = {name: Run(_files(fixes), shadow) for name, shadow in sides.items()}
+        having = _files([fix for fix in fixes if fix.affects(release)])
+        runs.update((name, Run(having, shadow)) for name, shadow in alone.items())
         asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]
         outcomes, answers = run_together(environment, runs, *asking)
     finally:
@@ -81,18 +108,49 @@ def prove_release(release: str, fixes: list[Fix], registry: Registry) -> Release
     identities = {
         side: _identity(side, answer) for side, answer in zip(sides, answers, strict=True)
     }
+    nodes = {*outcomes["stock"], *outcomes["patched"]}
     verdicts = []
+    ran: dict[str, Outcomes | None] = {}
+    taken = held.keys() & {fix.closed_by(release) for fix in fixes}
     for fix in fixes:
+        closing = fix.closed_by(release)
+        on_record = closing in taken
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
             stock=of_fix(fix, release, outcomes["stock"]),
             patched=of_fix(fix, release, outcomes["patched"]),
-            alone=outcomes.get(fix.closed_by(release), {}),
+            alone=held[closing].outcomes(nodes) if on_record else outcomes.get(closing, {}),
+            on_record=on_record,
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
-    return ReleaseVerdict(release, verdicts, identities, list(_split(identities, registry, series)))
+        if closing in alone:
+            ran[closing] = _sound(verdict, outcomes["stock"], fixes, release, registry)
+    split = list(_split(identities, registry, series))
+    return ReleaseVerdict(release, verdicts, identities, split, ran, taken)
+
+
+def _files(fixes: list[Fix]) -> list[str]:
+    return sorted({test.partition("::")[0] for fix in fixes for test in fix.tests})
+
+
+def _sound(
+    verdict: Verdict, stock: Outcomes, fixes: list[Fix], release: str, registry: Registry
+) -> Outcomes | None:
+    """Return those outcomes of the fix alone that were judged; None where they are not to be kept.
+
+    That is where one is a fault, and where other tests ran than on `stock`, for what is on record
+    says which tests passed and not which there were.
+    """
+    judged: Outcomes = {}
+    for fix in fixes:
+        if fix.affects(release):
+            own = of_fix(fix, release, verdict.alone)
+            if own.keys() != of_fix(fix, release, stock).keys():
+                return None
+            judged.update(own)
+    return None if any(_faults_alone(verdict, fixes, release, registry)) else judged
 
 
 def _identity(side: str, answer: Finished) -> Identity:
@@ -145,6 +203,13 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
             f"file; found {', '.join(seen) or 'no test'}, expected one at least that failed "
             f"(test); {_again(verdict.fix, release)}"
         )
+    yield from _faults_alone(verdict, fixes, release, registry)
+
+
+def _faults_alone(
+    verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
+) -> Iterator[str]:
+    """Yield which tests of all `fixes` this one alone, with what it needs, turns or does not."""
     closing = registry.fixes[verdict.fix].closed_by(release)
     turned = registry.with_dependencies({closing})
     for fix in fixes:

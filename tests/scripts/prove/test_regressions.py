@@ -11,7 +11,7 @@ from scripts.patchset.registry import Registry, Spared, Unpatched
 from scripts.project import ROOT
 from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
 from scripts.prove.record import of_fix
-from scripts.prove.regressions import Verdict, _faults, as_json
+from scripts.prove.regressions import Verdict, _faults, _sound, as_json
 from tests.scripts import toys
 
 FILE = "tests/regressions/test_{}.py"
@@ -108,6 +108,27 @@ def test_alone_a_fix_turns_the_tests_of_what_it_depends_on() -> None:
     assert faults(fix="3", alone=both) == []
     (fault,) = faults(fix="3", alone=outcomes(_1=FAILED, _2=FAILED, _3=PASSED))
     assert fault.startswith("3, alone, tests of 1: ")
+
+
+@pytest.mark.parametrize(
+    ("alone", "kept"),
+    [
+        ({"_1": PASSED, "_2": FAILED, "_3": FAILED}, True),
+        ({"_1": PASSED, "_2": FAILED, "_3": FAILED, "_4": SKIPPED}, True),  # of no concern there
+        ({"_1": FAILED, "_2": FAILED, "_3": FAILED}, False),
+        ({"_1": PASSED, "_2": ERROR, "_3": FAILED}, False),
+        ({"_1": PASSED, "_2": FAILED, "_3": FAILED, "_2::more": FAILED}, False),
+    ],
+)
+def test_alone_only_what_has_no_fault_and_no_other_tests_than_stock_is_kept(
+    alone: dict[str, Outcome], kept: bool
+) -> None:
+    known = registry()
+    seen = {f"{FILE.format(name[1])}::test{name[2:]}": outcome for name, outcome in alone.items()}
+    verdict = Verdict("1", True, outcomes(_1=FAILED), outcomes(_1=PASSED), seen)
+    stock = outcomes(_1=FAILED, _2=FAILED, _3=FAILED, _4=PASSED)
+    found = _sound(verdict, stock, list(known.fixes.values()), "0.20.2", known)
+    assert found == (outcomes(_1=PASSED, _2=FAILED, _3=FAILED) if kept else None)
 
 
 @pytest.mark.parametrize("name", ["1", "2"])
