@@ -29,9 +29,13 @@ def hears_of_confirmed(update: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:  # noqa: ANN401 - as upstream returns it
-        for reads in _reads_of(self.connector):
+        waiting = [*_reads_of(self.connector)]
+        for reads in waiting:
             model_runner_output = reads.settle(self, model_runner_output)
-        return update(self, scheduler_output, model_runner_output)
+        outputs = update(self, scheduler_output, model_runner_output)
+        for reads in waiting:
+            reads.sign()
+        return outputs
 
     return wrapper
 

@@ -96,6 +96,7 @@ class ConfirmedReads:
         self._agents = agents
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
+        self._unsigned: list[_Read] = []
         self._unconfirmed: set[object] = set()
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
@@ -110,6 +111,15 @@ class ConfirmedReads:
         self._forget(request.request_id)
         self._reads[read.req_id] = self._readers[read.reader] = read
         self._ask(read, asked)
+        if not self._agents:
+            self._unsigned.append(read)
+
+    def sign(self) -> None:
+        """Tell peers whose the first reads are, which were asked for before that was known."""
+        if self._unsigned and self._agents:
+            for read in self._unsigned:
+                self._ask(read, now())
+            self._unsigned.clear()
 
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the workers' report without reads that are not confirmed yet, and with those that

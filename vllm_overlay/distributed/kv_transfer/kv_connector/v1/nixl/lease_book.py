@@ -128,23 +128,27 @@ class LeaseBook:
             return {req_id for req_id in req_ids if self._may_go(req_id)}
 
     def due(self) -> set[str]:
-        """Return the requests whose blocks were held for a promise that is over."""
+        """Return the requests whose blocks were held for a promise, and need not be any more."""
         if not self._ended:
             return set()
-        now = self._clock()
-        return {req_id for req_id, lease in self._ended.items() if lease.promised <= now}
+        with self._lock:
+            return {req_id for req_id, lease in self._ended.items() if not self._binds(lease)}
 
     def _may_go(self, req_id: str) -> bool:
         lease = self._held.get(req_id)
         if lease is None:
             return True
-        in_time = lease.promised > self._clock()
-        if in_time and not lease.expired and not lease.is_read_by(lease.agents):
+        if self._binds(lease):
             lease.ended = True
             self._ended[req_id] = lease
             return False
         self._give_away(req_id)
         return True
+
+    def _binds(self, lease: _Lease) -> bool:
+        """Whether blocks are promised to somebody who may still read them."""
+        kept = not lease.expired and not lease.is_read_by(lease.agents)
+        return kept and lease.promised > self._clock()
 
     def _give_away(self, req_id: str) -> None:
         lease = self._held.pop(req_id, None)
@@ -175,9 +179,10 @@ class LeaseBook:
                 return _GONE
             if lease.ended and lease.reader != reader:
                 return Answer(Standing.READ, 0.0) if lease.is_read_by(agents) else _GONE
-            if lease.reader in (None, reader) and not lease.ended:
+            if lease.reader in (None, reader):
                 lease.reader, lease.agents = reader, agents
-                lease.promised = max(lease.promised, min(lease.until, now + PROMISE))
+                if not lease.ended:
+                    lease.promised = max(lease.promised, min(lease.until, now + PROMISE))
             left = lease.promised - now if lease.reader == reader else 0.0
             return Answer(Standing.HELD, max(0.0, left))
 
