@@ -44,7 +44,8 @@ class Server(IdleEngine):
     @building("a server")
     def __init__(self, agent: str, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**config)
-        self.agent = nixl_of(self.worker).name = agent  # type: ignore[attr-defined]
+        self.agent = agent
+        vars(nixl_of(self.worker))["name"] = agent
         self.answers: dict[str, dict[str, Any]] = {}
         update = self.scheduler.update_from_output
 
@@ -55,7 +56,7 @@ class Server(IdleEngine):
                     self.answers[output.request_id] = output.kv_transfer_params
             return outputs
 
-        self.scheduler.update_from_output = keeping  # type: ignore[method-assign]
+        self.scheduler.update_from_output = keeping
 
     @property
     def part(self) -> Any:  # noqa: ANN401 - of another name from 0.24.0 on
@@ -128,7 +129,10 @@ class PrefillServer(Server):
             self.step()
         if req_id not in self.answers:
             raise HarnessError(f"no answer to {req_id}", "one, as P has computed the prompt")
-        return self.answers[req_id] | {"remote_engine_id": "P"}
+        answer = self.answers[req_id] | {"remote_engine_id": "P"}
+        # D has shaken hands before; from 0.33.0 on it would do so again for another generation.
+        answer.pop("remote_registration_generation", None)
+        return answer
 
     def hears_of(self, d: Server) -> None:
         """Let its worker hear what a decode server has sent, and take a step."""
@@ -149,7 +153,7 @@ def prefill_server(
     **config: Any,  # noqa: ANN401 - handed on
 ) -> Iterator[PrefillServer]:
     """P, until the end of the block; it keeps what nobody reads for `lease` seconds."""
-    settings = {
+    settings: Any = {
         "VLLM_NIXL_ABORT_REQUEST_TIMEOUT": lease,
         "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
     }

@@ -15,8 +15,8 @@ from __future__ import annotations
 import copy
 import functools
 import uuid
-from collections.abc import Callable, Set
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -52,9 +52,6 @@ FIELD = "remote_lease"
 
 MAX_NAMED = 2**10
 """Peers of which it is remembered that their reads are unconfirmed, so that it is said once."""
-
-_TAKES_FAILED = any(one.name == "failed_recving" for one in fields(KVConnectorOutput))
-"""Whether the scheduler is told of failed receives by request (from 0.30.0 on), not by block."""
 
 _Part = Any
 """NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
@@ -133,7 +130,9 @@ class ConfirmedReads:
         finished = report.finished_recving or set()
         self._take_replies()
         self._take(report)
-        kept, released, invalid, failed = set(), set(), set(), set()
+        kept: set[str] = set()
+        released: set[str] = set()
+        refused: dict[str, frozenset[int]] = {}
         for read in [read for read in self._reads.values() if read.over]:
             verdict = self._verdict(scheduler, read)
             if verdict in (Verdict.WAIT, Verdict.ASK):
@@ -142,19 +141,15 @@ class ConfirmedReads:
             self._forget(read.req_id)
             released.add(read.req_id)
             if verdict is Verdict.REFUSE:
-                failed.add(read.req_id)
-                invalid |= read.blocks
-        if not kept & finished and released <= finished and not failed and not due:
+                refused[read.req_id] = read.blocks
+        if not kept & finished and released <= finished and not refused and not due:
             return output
         report = replace(
             report,
             finished_recving=finished - kept | released,
             finished_sending=(report.finished_sending or set()) | due,
         )
-        if _TAKES_FAILED:
-            report.failed_recving = report.failed_recving | failed
-        else:
-            report.invalid_block_ids = report.invalid_block_ids | invalid
+        _fail(report, refused)
         output = copy.copy(output)  # one that reports nothing is shared by all steps
         output.kv_connector_output = report
         return output
@@ -211,13 +206,21 @@ class ConfirmedReads:
         logger.warning(
             "Reads from engine %s are unconfirmed: its kv_transfer_params announce no lease. If it "
             "frees blocks while they are read, that stays unnoticed.",
-            printable(engine_id),
+            printable(str(engine_id)),
         )
+
+
+def _fail(report: Any, refused: Mapping[str, frozenset[int]]) -> None:  # noqa: ANN401
+    """Add failed receives to a report, as the release's own worker does."""
+    if hasattr(report, "failed_recving"):  # from 0.30.0 on
+        report.failed_recving = report.failed_recving | refused.keys()
+    else:
+        report.invalid_block_ids = report.invalid_block_ids.union(*refused.values())
 
 
 def confirmed_reads(part: _Part) -> ConfirmedReads | None:
     """Return what NIXL's part of a scheduler has promised; None if it is set up not to."""
-    known = vars(part)
+    known = part.__dict__
     if "_confirmed_reads" not in known:
         on = has_engine(part) and part.vllm_config.kv_transfer_config.get_from_extra_config(
             "confirm_reads", True
@@ -263,4 +266,4 @@ def asks_about_lease(update: _Method) -> _Method:
 
 def lease_ended(worker: Any, req_id: str) -> None:  # noqa: ANN401 - `NixlConnectorWorker` or kin
     """Note that a worker of P gives up blocks that nobody has read, for its next report."""
-    vars(worker).setdefault("_ended_leases", set()).add(req_id)
+    worker.__dict__.setdefault("_ended_leases", set()).add(req_id)

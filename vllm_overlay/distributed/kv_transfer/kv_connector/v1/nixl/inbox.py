@@ -48,7 +48,7 @@ def _readable(
         if ranks < 1:
             raise ValueError(f"{ranks} ranks")
         fit(ranks)
-        heard = vars(worker).setdefault("_heard", {})
+        heard = worker.__dict__.setdefault("_heard", {})
         heard[req_id] = heard.get(req_id, frozenset()) | {peer}
     except Exception as error:
         worker._log_failure(
