@@ -21,8 +21,12 @@ LEASE_S = 6
 """Of this P. From 0.22.0 on D renews a lease six times while it lasts, in whole seconds: a shorter
 one would be renewed in each step."""
 
-OTHERS = 2 * BLOCKS // PROMPT_BLOCKS
-"""Prompts that P computes in between: more blocks than it has, so each freed one is overwritten."""
+OTHERS = tuple(
+    f"{n:03d} " + "pack my box with five dozen jugs! " * 3
+    for n in range(2 * BLOCKS // PROMPT_BLOCKS)
+)
+"""Prompts that P computes in between, of another text than `PROMPTS`: more blocks than it has, so
+that each freed one is overwritten."""
 
 
 @pytest.fixture
@@ -36,7 +40,7 @@ def p(start: Start) -> Server:
 
 
 @pytest.fixture
-def overwritten(p: Server, prompts: Iterator[str]) -> Callable[[], None]:
+def overwritten(p: Server) -> Callable[[], None]:
     """Wait until P has freed all blocks, and have it compute other prompts in them."""
 
     def compute() -> None:
@@ -45,8 +49,8 @@ def overwritten(p: Server, prompts: Iterator[str]) -> Callable[[], None]:
             if time.monotonic() > deadline:
                 raise HarnessError(f"P holds {held} blocks a minute after the lease", "none")
             time.sleep(0.2)
-        for _ in range(OTHERS):
-            p.post("/v1/completions", body(next(prompts), 1)).raise_for_status()
+        for other in OTHERS:
+            p.post("/v1/completions", body(other, 1)).raise_for_status()
 
     return compute
 
