@@ -9,7 +9,7 @@ import time
 from typing import Any
 
 from tests.pd.machine import free_ports
-from tests.pd.server import Server
+from tests.pd.server import Server, client
 from tests.support.harness import HarnessError
 
 Params = dict[str, Any]
@@ -39,6 +39,21 @@ def prefill(server: Server, prompt: object) -> Params:
     return params
 
 
+def first_token(server: Server, asked: dict[str, Any]) -> tuple[float, int]:
+    """Stream a completion; return the seconds until its first token came, and that token."""
+    begin = time.monotonic()
+    with (
+        client(server.url) as http,
+        http.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer,
+    ):
+        for line in answer.iter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                if "choices" in chunk and (tokens := tokens_of(chunk)[0]):
+                    return time.monotonic() - begin, tokens[0]
+        raise HarnessError(f"a stream with HTTP {answer.status_code} ended", "a token")
+
+
 def gone_p(params: Params, name: str) -> Params:
     """Return `params` as of an engine `name` that D has never met, at a port where nobody is."""
     return {**params, "remote_engine_id": f"gone-{name}", "remote_port": free_ports(1)[0]}
@@ -57,12 +72,12 @@ def leave(port: int, asked: dict[str, Any], delay: float | None) -> None:
     """
     content = json.dumps(asked if delay is not None else {**asked, "stream": True}).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: d\r\nContent-Type: application/json\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
-        client.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
         if delay is not None:
             time.sleep(delay)
         else:
             heard = b""
-            while b"data: " not in heard and (more := client.recv(4096)):
+            while b"data: " not in heard and (more := connection.recv(4096)):
                 heard += more
-        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))

@@ -7,9 +7,11 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+
+from tests.support.harness import HarnessError
 
 
 def cores(first: int, count: int = 1) -> str:
@@ -95,6 +97,34 @@ class Group:
         """Stop all of the group where it is: a host that hangs, with its connections open."""
         self._signal(signal.SIGSTOP)
 
+    @contextmanager
+    def stopped(self, which: str = "") -> Iterator[None]:
+        """Stop the program's processes for a while, as a debugger or a full machine does.
+
+        Args:
+            which: Only those whose command line begins so; vLLM names its processes there.
+
+        Raises:
+            HarnessError: There are none.
+        """
+        # The shell goes on, so that the end of this object is still the end of the group.
+        commands = {pid: _command_line(pid) for pid in self._members()}
+        pids = [
+            pid
+            for pid, words in commands.items()
+            if words.startswith(which) and not words.startswith("/bin/sh ")
+        ]
+        if not pids:
+            raise HarnessError(f"of {commands} none begins with {which!r}", "one or more")
+        try:
+            for pid in pids:
+                os.kill(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
     def _members(self) -> list[int]:
         """Return the ids of the group's processes, from Linux's process table."""
         members = []
@@ -117,3 +147,11 @@ class Group:
         except ProcessLookupError:
             return False
         return True
+
+
+def _command_line(pid: int) -> str:
+    """Return what started a process, or what it calls itself; nothing where it has ended."""
+    with suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
+        return words.replace("\0", " ").strip()
+    return ""

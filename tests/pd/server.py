@@ -13,6 +13,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -185,6 +186,10 @@ class Server:
     def freeze(self) -> None:
         """Stop all of its processes where they are; only `kill` and `stop` come after that."""
         self._group.freeze()
+
+    def stopped(self, which: str = "") -> AbstractContextManager[None]:
+        """Stop its processes for a while, or those whose name begins with `which`."""
+        return self._group.stopped(which)
 
     def tail(self, lines: int = 30) -> str:
         """Return the last lines of its log."""
