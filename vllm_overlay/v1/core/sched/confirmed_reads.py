@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.multi_connector import PassesLooksOn
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads import (
     ConfirmedReads,
+    confirmed_reads,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WakesIdleEngine
 
@@ -29,13 +30,9 @@ def hears_of_confirmed(update: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(
         self: Scheduler, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:  # noqa: ANN401 - as upstream returns it
-        waiting = [*_reads_of(self.connector)]
-        for reads in waiting:
+        for reads in _reads_of(self.connector):
             model_runner_output = reads.settle(self, model_runner_output)
-        outputs = update(self, scheduler_output, model_runner_output)
-        for reads in waiting:
-            reads.sign()
-        return outputs
+        return update(self, scheduler_output, model_runner_output)
 
     return wrapper
 
@@ -44,6 +41,6 @@ def _reads_of(connector: object) -> Iterator[ConfirmedReads]:
     among = connector._connectors if isinstance(connector, PassesLooksOn) else (connector,)
     for one in among:
         if isinstance(one, WakesIdleEngine):
-            reads = vars(one.connector_scheduler).get("_confirmed_reads")
+            reads = confirmed_reads(one.connector_scheduler)
             if reads is not None:
                 yield reads

@@ -15,7 +15,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads i
 )
 from vllm_overlay.v1.core.sched.confirmed_reads import hears_of_confirmed
 
-OUTPUT = object()
+OUTPUT = SimpleNamespace(kv_connector_output=None)
 
 
 def update(scheduler: Any, decided: object, output: object) -> object:  # noqa: ANN401

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import uuid
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import own_agents
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WorkerReport
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
     LeaseQuestions,
     Peer,
@@ -82,15 +82,10 @@ class _Read:
 class ConfirmedReads:
     """What an engine's scheduler has promised to readers, and the reads that it awaits itself."""
 
-    def __init__(self, agents: Set[str]) -> None:
-        """Begin with nothing.
-
-        Args:
-            agents: The NIXL agents of the engine's workers. They are added when they are known.
-        """
+    def __init__(self) -> None:
         self.book = open_book()
         self.questions = LeaseQuestions()
-        self._agents = agents
+        self._agents: set[str] = set()  # of the engine's own workers
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
         self._unsigned: list[_Read] = []
@@ -111,22 +106,17 @@ class ConfirmedReads:
         if not self._agents:
             self._unsigned.append(read)
 
-    def sign(self) -> None:
-        """Tell peers whose the first reads are, which were asked for before that was known."""
-        if self._unsigned and self._agents:
-            for read in self._unsigned:
-                self._ask(read, now())
-            self._unsigned.clear()
-
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the workers' report without reads that are not confirmed yet, and with those that
         have been since the last; those of which P says that it held the blocks no more are failed.
-        And with what was sent and then held for a promise (`LeaseBook.due`).
+        Nor with what was sent and is held for a promise, until that is over.
         """
-        due = self.book.due()
-        if not self._reads and not due:
-            return output
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
+        self._hear(_said(report.kv_connector_worker_meta))
+        sent = report.finished_sending or set()
+        freed = self.book.free(sent) | self.book.due()
+        if not self._reads and freed == sent:
+            return output
         finished = report.finished_recving or set()
         self._take_replies()
         self._take(report)
@@ -142,17 +132,29 @@ class ConfirmedReads:
             released.add(read.req_id)
             if verdict is Verdict.REFUSE:
                 refused[read.req_id] = read.blocks
-        if not kept & finished and released <= finished and not refused and not due:
+        if not kept & finished and released <= finished and not refused and freed == sent:
             return output
         report = replace(
             report,
             finished_recving=finished - kept | released,
-            finished_sending=(report.finished_sending or set()) | due,
+            finished_sending=freed,
         )
         _fail(report, refused)
         output = copy.copy(output)  # one that reports nothing is shared by all steps
         output.kv_connector_output = report
         return output
+
+    def _hear(self, said: WorkerReport | None) -> None:
+        """Note what the workers have told."""
+        if said is None:
+            return
+        self._agents |= said.agents
+        self.book.hear(said.heard)
+        self.book.expire(said.ended)
+        if self._agents:
+            for read in self._unsigned:  # so that P knows whose they are
+                self._ask(read, now())
+            self._unsigned.clear()
 
     def _take_replies(self) -> None:
         for reply in self.questions.replies():
@@ -210,6 +212,12 @@ class ConfirmedReads:
         )
 
 
+def _said(said: object) -> WorkerReport | None:
+    """Return what NIXL's workers have told, alone or among several connectors' workers."""
+    among = (said, *getattr(said, "metadata", ()))
+    return next((one for one in among if isinstance(one, WorkerReport)), None)
+
+
 def _fail(report: Any, refused: Mapping[str, frozenset[int]]) -> None:  # noqa: ANN401
     """Add failed receives to a report, as the release's own worker does."""
     if hasattr(report, "failed_recving"):  # from 0.30.0 on
@@ -225,7 +233,7 @@ def confirmed_reads(part: _Part) -> ConfirmedReads | None:
         on = has_engine(part) and part.vllm_config.kv_transfer_config.get_from_extra_config(
             "confirm_reads", True
         )
-        known["_confirmed_reads"] = ConfirmedReads(own_agents(part)) if on else None
+        known["_confirmed_reads"] = ConfirmedReads() if on else None
     reads: ConfirmedReads | None = known["_confirmed_reads"]
     return reads
 

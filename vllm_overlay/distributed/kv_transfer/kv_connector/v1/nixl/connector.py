@@ -61,7 +61,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
 
     Attributes:
         pending: What its notifications have before them.
-        agents: The worker's own NIXL agent; said once.
+        agents: The worker's own NIXL agent; said once. This and the rest is for `confirmed_reads`.
         heard: Which agents have told it that they have read which requests' blocks.
         ended: Requests whose blocks it has given up unread.
     """
@@ -82,12 +82,6 @@ class WorkerReport(KVConnectorWorkerMetadata):
             {i: self.heard.get(i, frozenset()) | other.heard.get(i, frozenset()) for i in both},
             self.ended | other.ended,
         )
-
-
-def own_agents(part: object) -> set[str]:
-    """Return the NIXL agents of an engine's workers, which NIXL's part of the scheduler keeps."""
-    agents: set[str] = vars(part).setdefault("_own_agents", set())
-    return agents
 
 
 class WakesIdleEngine(WantsLooks):
@@ -124,16 +118,8 @@ class WakesIdleEngine(WantsLooks):
     # Scheduler side.
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        """Take the workers' report; no report is no news. What may not go yet is taken out."""
+        """Take the workers' report; no report is no news."""
         report = connector_output.kv_connector_worker_meta
-        reads = vars(self.connector_scheduler).get("_confirmed_reads")
-        if isinstance(report, WorkerReport):
-            own_agents(self.connector_scheduler).update(report.agents)
-            if reads is not None:
-                reads.book.hear(report.heard)
-                reads.book.expire(report.ended)
-        if reads is not None and connector_output.finished_sending:
-            connector_output.finished_sending = reads.book.free(connector_output.finished_sending)
         if not isinstance(report, WorkerReport):
             return
         if not report.pending:

@@ -226,6 +226,7 @@ def test_a_token_that_is_none_is_as_if_there_were_none(
 def switch_off(server: Server) -> None:
     config: Any = server.worker.vllm_config.kv_transfer_config
     config.kv_connector_extra_config["confirm_reads"] = False
+    vars(server.part).pop("_confirmed_reads", None)  # it is read once, at the start
 
 
 def test_a_p_that_is_told_so_announces_nothing(p: PrefillServer) -> None:
