@@ -1,0 +1,80 @@
+"""Which reads are good, from what P says and when."""
+
+from __future__ import annotations
+
+import pytest
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import (
+    MARGIN,
+    PATIENCE,
+    ReadCheck,
+    Verdict,
+)
+
+
+def held(seconds: float = 0.0) -> Answer:
+    return Answer(Standing.HELD, seconds)
+
+
+READ, GONE = Answer(Standing.READ, 0.0), Answer(Standing.GONE, 0.0)
+
+
+def test_a_read_that_is_under_way_is_waited_for() -> None:
+    check = ReadCheck(0.0)
+    check.hears(0.0, held(100.0))
+    assert check.verdict(50.0) is Verdict.WAIT
+
+
+@pytest.mark.parametrize(
+    ("ended", "verdict"), [(10.0 - MARGIN, Verdict.USE), (10.1 - MARGIN, Verdict.ASK)]
+)
+def test_a_read_within_the_lease_is_used(ended: float, verdict: Verdict) -> None:
+    check = ReadCheck(0.0)
+    check.hears(0.0, held(10.0))
+    check.ends(ended)
+    assert check.verdict(100.0) is verdict
+
+
+def test_the_lease_counts_from_the_question_not_from_the_answer() -> None:
+    check = ReadCheck(0.0)
+    check.ends(12.0)
+    check.hears(0.0, held(10.0))  # it may have been said at 0, and be late
+    assert check.verdict(13.0) is Verdict.ASK
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"), [(held(), Verdict.USE), (READ, Verdict.USE), (GONE, Verdict.REFUSE)]
+)
+def test_an_answer_to_a_question_after_the_read_decides(answer: Answer, verdict: Verdict) -> None:
+    check = ReadCheck(0.0)
+    check.hears(0.0, held())
+    check.ends(5.0)
+    assert check.verdict(5.1) is Verdict.ASK
+    check.asks(5.1)
+    assert check.verdict(5.2) is Verdict.WAIT
+    check.hears(5.1, answer)
+    assert check.verdict(5.3) is verdict
+
+
+def test_what_is_gone_stays_gone() -> None:
+    check = ReadCheck(0.0)
+    check.hears(0.0, GONE)
+    check.hears(0.0, held(100.0))  # said before, and overtaken
+    check.ends(1.0)
+    assert check.verdict(2.0) is Verdict.REFUSE
+
+
+def test_a_silent_p_is_waited_for_so_long_and_no_longer() -> None:
+    check = ReadCheck(0.0)
+    check.ends(3.0)
+    assert check.verdict(3.0 + PATIENCE - 0.1) is Verdict.WAIT
+    assert check.verdict(3.0 + PATIENCE) is Verdict.REFUSE
+
+
+def test_the_first_report_of_the_end_counts() -> None:
+    check = ReadCheck(0.0)
+    check.hears(0.0, held(10.0))
+    check.ends(1.0)
+    check.ends(20.0)
+    assert check.verdict(30.0) is Verdict.USE
