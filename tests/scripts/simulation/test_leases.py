@@ -1,0 +1,455 @@
+"""Every order in which P's leases and the reads of D can go, with the modules that judge them.
+
+P holds the blocks of one request. Readers, on engines of their own, ask about the lease, read, and
+NIXL tells P when they have. A message may come at any time, after any other, twice or never; an
+engine may stop between any two of its steps; the lease may end at any time after its deadline; P
+may start again. All of that is searched, with small whole numbers for seconds. No reader may use
+what it read while the blocks were, at any time, somebody else's; and each comes to an end.
+
+The book and the checks are the real ones. What is assumed of the rest stands in `Rules`, and where
+a rule is needed a test below takes it away and finds what goes wrong without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import itertools
+from collections import deque
+from collections.abc import Iterator
+from enum import Enum, IntEnum
+from typing import Any, NamedTuple
+from unittest import mock
+
+import pytest
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_book, read_check
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import (
+    LeaseBook,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import ReadCheck, Verdict
+
+REQUEST = "r"
+PATIENCE = 1
+
+
+class Rules(NamedTuple):
+    """What is assumed of readers, P and what lies between.
+
+    Attributes:
+        readers: how many of them ask and check what they read.
+        others: how many there are beside them that tell P without having asked, as on stock.
+        failing: a read that is under way when P starts again fails.
+        restarts: P may start again.
+        keeps: P keeps what it has promised.
+        smooth: no message is lost or late, and nothing ends the lease.
+        twice: how often a question may arrive.
+        drift: by how much D's clock may fall behind P's; less than the margin.
+        lease, promise, margin: seconds; the last two in the place of the modules' own.
+        end: when time stops.
+    """
+
+    readers: int = 1
+    others: int = 0
+    failing: bool = True
+    restarts: bool = True
+    keeps: bool = True
+    smooth: bool = False
+    twice: int = 1
+    drift: int = 0
+    lease: int = 3
+    promise: int = 3
+    margin: int = 2
+    end: int = 5
+
+
+class Phase(IntEnum):
+    """Where a reader is."""
+
+    AWAY = 0
+    READING = 1
+    READ = 2
+    """The read is over, which the reader has not seen yet."""
+    CHECKING = 3
+    USED = 4
+    REFUSED = 5
+
+
+class Blocks(IntEnum):
+    """Where the request's blocks are."""
+
+    HELD = 0
+    EXPIRED = 1
+    """A worker of P has reported that the lease is over."""
+    PROMISED = 2
+    """Its workers are done with them, and P holds them for who was promised them."""
+    FREE = 3
+    GIVEN = 4
+
+
+class Reader(NamedTuple):
+    phase: Phase = Phase.AWAY
+    check: int = -1
+    spoilt: bool = False
+    questions: int = 0
+
+
+class State(NamedTuple):
+    """Everything there is, at one moment.
+
+    `sent` are the messages that have ever been sent and can still arrive: ("question", reader,
+    asked, times), ("answer", reader, asked, answer), ("word", reader).
+    """
+
+    now: int
+    lags: tuple[int, ...]
+    book: int
+    blocks: Blocks
+    restarted: bool
+    readers: tuple[Reader, ...]
+    sent: frozenset[tuple[Any, ...]]
+
+
+class Clock:
+    """P's, which shows what it is set to."""
+
+    now = 0
+
+    def __call__(self) -> int:
+        return self.now
+
+
+class Kept:
+    """Objects that are never changed: what is done to one is done to a copy, which is kept too.
+
+    Equal ones have the same number.
+    """
+
+    def __init__(self, clock: Clock, *shared: object) -> None:
+        self._clock = clock
+        self._shared = {id(each): each for each in (clock, *shared)}
+        self._objects: list[Any] = []
+        self._numbers: dict[object, int] = {}
+        self._done: dict[tuple[object, ...], tuple[int, Any]] = {}
+
+    def keep(self, thing: object) -> int:
+        number = self._numbers.setdefault(_frozen(thing), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(thing)
+        return number
+
+    def do(self, number: int, name: str, *arguments: Any) -> tuple[int, Any]:  # noqa: ANN401
+        """Call a method; return the number of what the object has become, and what it said."""
+        key = (self._clock.now, number, name, *arguments)
+        if key not in self._done:
+            thing = copy.deepcopy(self._objects[number], dict(self._shared))
+            said = getattr(thing, name)(*arguments)
+            self._done[key] = self.keep(thing), said
+        return self._done[key]
+
+
+def _frozen(thing: Any) -> Any:  # noqa: ANN401
+    """What tells an object from others of its class: all values in it that are not machinery."""
+    if isinstance(thing, set | frozenset):
+        return frozenset(thing)
+    if isinstance(thing, dict):
+        return tuple((_frozen(k), _frozen(v)) for k, v in thing.items())
+    if hasattr(thing, "__dict__") and not isinstance(thing, Enum):
+        names = vars(thing).items()
+        return tuple((name, _frozen(v)) for name, v in names if name not in ("_lock", "_clock"))
+    return thing
+
+
+class FoundError(Exception):
+    """A history that must not be: one event a line."""
+
+
+class Search:
+    """All states that can be reached.
+
+    Attributes:
+        states: how many there are.
+        ends: the phases in which readers ended, in those where nothing can happen any more.
+    """
+
+    def __init__(self, rules: Rules) -> None:
+        self.rules = rules
+        self.ends: set[tuple[Phase, ...]] = set()
+        self._clock = Clock()
+        first = LeaseBook(self._clock)
+        self._books = Kept(self._clock, first._lock)
+        self._checks = Kept(self._clock)
+        self._token = first.hold(REQUEST, rules.lease)
+        number = self._books.keep(first)
+        empty = LeaseBook(self._clock)
+        empty._lock = first._lock
+        self._empty = self._books.keep(empty)
+        count = rules.readers + rules.others
+        begin = State(
+            0, (0,) * rules.readers, number, Blocks.HELD, False, (Reader(),) * count, frozenset()
+        )
+        self._from: dict[State, tuple[State, str] | None] = {begin: None}
+        self.states = 0
+        with (
+            mock.patch.object(lease_book, "PROMISE", rules.promise),
+            mock.patch.multiple(read_check, MARGIN=rules.margin, PATIENCE=PATIENCE),
+        ):
+            self._search(begin)
+
+    def _search(self, begin: State) -> None:
+        waiting = deque([begin])
+        while waiting:
+            state = waiting.popleft()
+            self.states += 1
+            last = True
+            for event, after in self._events(state):
+                if after not in self._from:
+                    self._from[after] = state, event
+                    waiting.append(after)
+                last = last and after == state
+            if last:
+                self.ends.add(tuple(each.phase for each in state.readers))
+
+    # What happens.
+
+    def _events(self, state: State) -> Iterator[tuple[str, State]]:
+        if all(reader.phase >= Phase.USED for reader in state.readers):
+            return
+        yield from self._time(state)
+        yield from self._prefill(state)
+        for number, reader in enumerate(state.readers):
+            yield from self._read(state, number, reader)
+        for message in state.sent:
+            yield from self._arrive(state, message)
+
+    def _time(self, state: State) -> Iterator[tuple[str, State]]:
+        if state.now == self.rules.end or (self.rules.smooth and _under_way(state)):
+            return
+        ways = (
+            (lag, lag + 1)
+            if lag < self.rules.drift and Phase.AWAY < reader.phase < Phase.USED
+            else (lag,)
+            for lag, reader in zip(state.lags, state.readers, strict=False)
+        )
+        for lags in itertools.product(*ways):
+            yield (
+                f"it is {state.now + 1}, D is behind by {lags}",
+                state._replace(now=state.now + 1, lags=lags),
+            )
+
+    def _prefill(self, state: State) -> Iterator[tuple[str, State]]:
+        rules = self.rules
+        if state.blocks is Blocks.HELD and state.now >= rules.lease and not rules.smooth:
+            book = self._book(state, "expire", (REQUEST,))[0]
+            yield "P's worker ends the lease", _deaf(state, Blocks.EXPIRED, book)
+        if state.blocks is Blocks.EXPIRED:
+            yield "P frees the blocks, for the lease is over", self._free(state)
+        if state.blocks is Blocks.PROMISED and self._book(state, "due")[1]:
+            yield "P frees the blocks, for the promise is over", self._free(state)
+        if state.blocks is Blocks.FREE:
+            yield "P gives the blocks away", state._replace(blocks=Blocks.GIVEN)
+        if rules.restarts and not state.restarted and not rules.smooth:
+            readers = tuple(
+                reader._replace(phase=Phase.REFUSED)
+                if rules.failing and reader.phase is Phase.READING
+                else reader
+                for reader in state.readers
+            )
+            yield (
+                "P starts again",
+                _deaf(state, Blocks.GIVEN, self._empty)._replace(restarted=True, readers=readers),
+            )
+
+    def _free(self, state: State) -> State:
+        # What is free holds its KV as long as nobody else has it.
+        book, freed = self._book(state, "free", (REQUEST,))
+        keeps = self.rules.keeps and not freed
+        return _deaf(state, Blocks.PROMISED if keeps else Blocks.FREE, book)
+
+    def _read(self, state: State, number: int, reader: Reader) -> Iterator[tuple[str, State]]:
+        who = f"reader {number}"
+        checks = number < self.rules.readers
+        if reader.phase is Phase.AWAY and not checks:
+            yield f"{who} reads", _with(state, number, Reader(Phase.READING))
+        elif reader.phase is Phase.AWAY:
+            now = self._now(state, number)
+            check = self._checks.keep(ReadCheck(now))
+            after = _with(state, number, Reader(Phase.READING, check, questions=1))
+            yield f"{who} asks and reads", self._ask(after, number, now)
+        elif reader.phase is Phase.READING:
+            spoilt = state.blocks is Blocks.GIVEN
+            phase = Phase.READ if checks else Phase.REFUSED
+            after = _tell(_with(state, number, reader._replace(phase=phase, spoilt=spoilt)), number)
+            yield f"{who}'s read ends{', spoilt' if spoilt else ''}", after
+        elif reader.phase is Phase.READ:
+            check = self._checks.do(reader.check, "ends", self._now(state, number))[0]
+            yield (
+                f"{who} sees the end",
+                _with(state, number, reader._replace(phase=Phase.CHECKING, check=check)),
+            )
+        elif reader.phase is Phase.CHECKING:
+            yield from self._judge(state, number, reader)
+
+    def _judge(self, state: State, number: int, reader: Reader) -> Iterator[tuple[str, State]]:
+        now = self._now(state, number)
+        verdict = self._checks.do(reader.check, "verdict", now)[1]
+        if self._checks.do(reader.check, "verdict", now + PATIENCE)[1] is Verdict.WAIT:
+            self._found(state, f"reader {number} waits for ever")
+        if verdict is Verdict.USE:
+            if reader.spoilt:
+                self._found(state, f"reader {number} uses what is somebody else's")
+            yield f"reader {number} uses it", _over(state, number, Phase.USED)
+        elif verdict is Verdict.REFUSE:
+            yield f"reader {number} refuses it", _over(state, number, Phase.REFUSED)
+        elif verdict is Verdict.ASK:
+            if reader.questions == 2:
+                self._found(state, f"reader {number} asks for ever")
+            check = self._checks.do(reader.check, "asks", now)[0]
+            asking = reader._replace(check=check, questions=2)
+            yield (
+                f"reader {number} asks again",
+                self._ask(_with(state, number, asking), number, now),
+            )
+
+    def _ask(self, state: State, number: int, now: int) -> State:
+        return state._replace(sent=state.sent | {("question", number, now, self.rules.twice)})
+
+    def _arrive(self, state: State, message: tuple[Any, ...]) -> Iterator[tuple[str, State]]:
+        kind, number, *rest = message
+        left = state.sent - {message}
+        if kind == "question":
+            asked, times = rest
+            if times > 1:
+                left |= {("question", number, asked, times - 1)}
+            book, answer = self._book(state, "answer", self._token, str(number), _agents(number))
+            reader = state.readers[number]
+            if reader.phase < Phase.USED:
+                left |= {("answer", number, asked, answer)}
+            yield (
+                f"P answers reader {number}: {answer.standing.value}, {answer.seconds}",
+                (state._replace(book=book, sent=left)),
+            )
+        elif kind == "answer":
+            asked, answer = rest
+            reader = state.readers[number]
+            check = self._checks.do(reader.check, "hears", asked, answer)[0]
+            reader = reader._replace(check=check)
+            after = _with(state, number, reader)
+            if self.rules.smooth:
+                after = after._replace(sent=left)
+            yield f"reader {number} hears {answer.standing.value}, {answer.seconds}", after
+        elif state.blocks is Blocks.HELD:
+            book = self._book(state, "hear", _Told(number))[0]
+            after = self._free(state._replace(book=book, sent=left))
+            yield f"P hears that reader {number} has read", after
+
+    # What is known.
+
+    def _now(self, state: State, number: int) -> int:
+        return state.now - state.lags[number]
+
+    def _book(self, state: State, name: str, *arguments: Any) -> tuple[int, Any]:  # noqa: ANN401
+        self._clock.now = state.now
+        return self._books.do(state.book, name, *arguments)
+
+    def _found(self, state: State, what: str) -> None:
+        events = [what]
+        back = self._from[state]
+        while back is not None:
+            before, event = back
+            events.append(event)
+            back = self._from[before]
+        raise FoundError("\n".join(reversed(events)))
+
+
+class _Told(dict[str, frozenset[str]]):
+    """What P's workers report of a reader; one that can be looked up."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__({REQUEST: _agents(number)})
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(frozenset(self.items()))
+
+
+def _agents(number: int) -> frozenset[str]:
+    return frozenset({f"agent {number}"})
+
+
+def _with(state: State, number: int, reader: Reader) -> State:
+    readers = (*state.readers[:number], reader, *state.readers[number + 1 :])
+    return state._replace(readers=readers)
+
+
+def _over(state: State, number: int, phase: Phase) -> State:
+    """A reader has ended: answers do not matter to it any more, its questions do to others."""
+    sent = frozenset(m for m in state.sent if m[:2] != ("answer", number))
+    return _with(state, number, Reader(phase))._replace(sent=sent)
+
+
+def _tell(state: State, number: int) -> State:
+    if state.blocks is not Blocks.HELD:  # nobody heeds it
+        return state
+    return state._replace(sent=state.sent | {("word", number)})
+
+
+def _deaf(state: State, blocks: Blocks, book: int) -> State:
+    """P's blocks are not held any more: no word about them changes that."""
+    sent = frozenset(message for message in state.sent if message[0] != "word")
+    return state._replace(book=book, blocks=blocks, sent=sent)
+
+
+def _under_way(state: State) -> bool:
+    return any(kind in ("question", "answer") for kind, *_ in state.sent)
+
+
+ONE = Rules()
+TWO = Rules(readers=2, restarts=False, lease=2, promise=2, margin=1, end=3)
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        pytest.param(ONE, id="a reader"),
+        pytest.param(ONE._replace(others=1), id="and one that does not ask"),
+        pytest.param(TWO, id="two readers"),
+        pytest.param(
+            Rules(twice=2, drift=1, lease=2, promise=2, end=4), id="a clock that drifts, and echoes"
+        ),
+    ],
+)
+def test_whatever_happens_nobody_uses_what_is_somebody_elses(rules: Rules) -> None:
+    search = Search(rules)
+    assert search.states > 10_000
+    for reader in range(rules.readers):
+        assert {Phase.USED, Phase.REFUSED} <= {phases[reader] for phases in search.ends}
+
+
+def test_a_read_in_time_is_used() -> None:
+    """No message is lost, and nothing ends the lease; at the end of time some are not judged."""
+    ends = Search(Rules(smooth=True, restarts=False)).ends
+    assert ends == {(Phase.USED,), (Phase.CHECKING,)}
+
+
+def use_all(check: ReadCheck, now: float) -> Verdict:
+    return Verdict.WAIT if check._ended is None else Verdict.USE
+
+
+@pytest.mark.parametrize(
+    ("rules", "broken"),
+    [
+        pytest.param(ONE._replace(restarts=False), (ReadCheck, "verdict", use_all), id="unchecked"),
+        pytest.param(ONE._replace(margin=0, drift=1, restarts=False), None, id="without a margin"),
+        pytest.param(ONE._replace(others=1, keeps=False), None, id="a promise that is broken"),
+        pytest.param(
+            TWO, (lease_book, "_all_are_of", lambda heard, _: bool(heard)), id="read by anybody"
+        ),
+        pytest.param(
+            ONE._replace(failing=False), None, id="a read that outlives the process it reads from"
+        ),
+    ],
+)
+def test_each_rule_is_needed(rules: Rules, broken: tuple[Any, str, Any] | None) -> None:
+    change = mock.patch.object(*broken) if broken else contextlib.nullcontext()
+    with change, pytest.raises(FoundError, match="uses what is somebody else's"):
+        Search(rules)
