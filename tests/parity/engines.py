@@ -13,12 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-from vllm.sampling_params import SamplingParams
+import msgspec
+import zmq
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm.v1.request import Request
 
 from tests.parity.retries import COMPLETIONS, good_body
 from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario, since
@@ -26,8 +26,10 @@ from tests.parity.visits import serving
 from tests.support import decode_engine, nixl_worker
 from tests.support.decode_engine import DecodeEngine
 from tests.support.idle_engine import IdleEngine
-from tests.support.nixl_release import NixlAgentMetadata
+from tests.support.lease_pair import prefill_server
+from tests.support.nixl_release import GET_META_MSG, NixlAgentMetadata
 from tests.support.nixl_worker import (
+    _STAGES,
     EngineDiedError,
     connect,
     hold,
@@ -124,6 +126,34 @@ def a_worker_receives(variant: str) -> Observed:
 def a_worker_receives_a_latent_cache_of_two_ranks() -> Observed:
     """Both ranks of P have the whole cache; one is read, the other told."""
     return _received(mla=True, tp_size=2)
+
+
+# ---------------------------------------------------------------- handshakes
+
+RANKS = [0] * (1 + _STAGES)
+ASKED = {
+    "a handshake": [b"", [GET_META_MSG, *RANKS]],
+    "something in between": [b"a question", [GET_META_MSG, *RANKS]],
+    "another kind": [b"", [b"get_more", *RANKS]],
+    "no kind": [b"", [None, *RANKS]],
+    "a rank in other words": [b"", [GET_META_MSG, *map(bool, RANKS)]],
+}
+
+
+@scenario(*ASKED)
+def the_side_channel_is_asked(what: str) -> Observed:
+    """Twice, by a peer that nothing is known of."""
+    between, asked = ASKED[what]
+    answers = []
+    with prefill_server() as p, zmq.Context() as context:
+        said = msgspec.msgpack.encode(p.worker.xfer_handshake_metadata)
+        with context.socket(zmq.DEALER) as peer:
+            peer.connect(f"tcp://127.0.0.1:{p.part.side_channel_port}")
+            for _ in range(2):
+                peer.send_multipart([between, msgspec.msgpack.encode(asked)])
+                came = peer.recv_multipart() if peer.poll(5000) else []
+                answers.append([len(came), said in came])
+    return {"frames, and whether P's metadata is one": answers}
 
 
 # ---------------------------------------------------------------- blocks of several sizes
@@ -422,11 +452,7 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
 
 def _prefill(engine: IdleEngine) -> None:
     """A request whose prompt P computes, and whose blocks it then keeps for D."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    params.update_from_generation_config({}, 1)
-    request = Request("req-p", list(range(40)), params, None, block_hasher=engine._hasher)
-    request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
-    engine.scheduler.add_request(request)
+    engine.send("req-p", range(40), {"do_remote_decode": True}, max_tokens=1)
 
 
 def _kept(engine: IdleEngine) -> Observed:

@@ -1,11 +1,13 @@
-"""How long a decode worker's two calls in each engine step take, when nothing fails.
+"""How long what each engine step calls takes, of worker and scheduler, when nothing fails.
 
 `python -m tests.programs.hot_path` reads `<call> <requests>` lines and answers each with
-nanoseconds per call. `scripts.bench.worker` keeps one such process on the stock files and one on
+nanoseconds per call. `scripts.bench.pairs` keeps one such process on the stock files and one on
 the patched files and asks them in turns. Calls:
 
 - `get_finished N`: N receives are in flight, none of them ends;
-- `start_load_kv N`: N receives start, of connected engines (0: an engine step without any).
+- `start_load_kv N`: N receives start, of connected engines (0: an engine step without any);
+- `running N`: the scheduler decides on a step of N requests that decode, and ends the last one;
+- `receiving N`: the same while N requests wait for the KV that they receive, and one decodes.
 """
 
 from __future__ import annotations
@@ -17,16 +19,23 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 
 from tests.support import vllm_cpu
 
 vllm_cpu.prepare()
 
 
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: E402
+
+from tests.support.decode_engine import TOKEN  # noqa: E402
 from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker  # noqa: E402
 from tests.support.nixl_worker import ScriptedNixl, connect, make_worker, receive  # noqa: E402
+from tests.support.prefill_engine import PrefillEngine  # noqa: E402
 
 _SECONDS = 0.1  # measured for each question
+_LENGTH = 512  # tokens of a request, of its prompt or of its answer
 
 
 class _InstantNixl(ScriptedNixl):
@@ -119,6 +128,52 @@ def _start_load_kv(count: int) -> Callable[[], int]:
     return measure
 
 
+def _stepping(count: int, *, receives: bool) -> Callable[[], int]:
+    """Two steps overlap, as with async scheduling, the default."""
+    blocks = _LENGTH // 16 + 1
+    engine = PrefillEngine(num_blocks=blocks * (count + 2))
+    scheduler = engine.scheduler
+    scheduler.max_num_running_reqs = scheduler.max_num_scheduled_tokens = count + 16
+    names = itertools.count()
+    for number in range(count if receives else 0):
+        engine.ask(f"received-{number}", range(_LENGTH), [list(range(blocks - 1))])
+    decoding = 1 if receives else count
+    last: SchedulerOutput | None = None
+
+    def step() -> int:
+        nonlocal last
+        start = time.perf_counter_ns()
+        decided = scheduler.schedule()
+        spent = time.perf_counter_ns() - start
+        ended, last = last, decided
+        if ended is None:
+            return spent
+        ids = list(ended.num_scheduled_tokens)
+        output = ModelRunnerOutput(
+            req_ids=ids,
+            req_id_to_index={req_id: index for index, req_id in enumerate(ids)},
+            sampled_token_ids=[[TOKEN]] * len(ids),
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=KVConnectorOutput(),
+        )
+        start = time.perf_counter_ns()
+        scheduler.update_from_output(ended, output)
+        return spent + time.perf_counter_ns() - start
+
+    def measure() -> int:
+        if not scheduler.running:
+            for _ in range(decoding):
+                engine.send(f"decodes-{next(names)}", [1], None, max_tokens=_LENGTH)
+            for _ in range(3):
+                step()
+            _expect(len(scheduler.running) == decoding)
+        return step()
+
+    return measure
+
+
 def _expect(as_asked: bool) -> None:
     if not as_asked:
         raise RuntimeError("what was measured is not what was asked for")
@@ -127,7 +182,12 @@ def _expect(as_asked: bool) -> None:
 def main() -> None:
     """Answer questions until the input ends."""
     logging.disable(logging.CRITICAL)
-    makers = {"get_finished": _get_finished, "start_load_kv": _start_load_kv}
+    makers: dict[str, Callable[[int], Callable[[], int]]] = {
+        "get_finished": _get_finished,
+        "start_load_kv": _start_load_kv,
+        "running": partial(_stepping, receives=False),
+        "receiving": partial(_stepping, receives=True),
+    }
     measures: dict[str, Callable[[], int]] = {}
     print("ready", flush=True)
     for line in sys.stdin:

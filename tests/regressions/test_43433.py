@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 
 import pytest
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from tests.support.idle_engine import IdleCore, IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
@@ -26,11 +24,7 @@ def soon(what: Callable[[], object], seconds: float = 5.0) -> bool:
 
 def prefill(engine: IdleEngine, req_id: str) -> None:
     """A request whose prompt is computed for a peer, and whose blocks are kept for it."""
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    params.update_from_generation_config({}, 1)
-    request = Request(req_id, list(range(40)), params, None, block_hasher=engine._hasher)
-    request.kv_transfer_params = {"do_remote_decode": True, "do_remote_prefill": False}
-    engine.scheduler.add_request(request)
+    engine.send(req_id, range(40), {"do_remote_decode": True}, max_tokens=1)
 
 
 def rests(idle: IdleCore) -> bool:

@@ -28,6 +28,7 @@ UNREADABLE: dict[str, Any] = {
     "empty remote_block_ids": {"remote_block_ids": []},
     "too many groups": {"remote_block_ids": [[1, 2, 3], [1, 2, 3]]},
     "too few blocks": {"remote_block_ids": [[1, 2]]},
+    "block named twice": {"remote_block_ids": [[1, 2, 2]]},
     "negative block": {"remote_block_ids": [[1, -2, 3]]},
     "huge block": {"remote_block_ids": [[1, 2, 2**63]]},
     "block of another type": {"remote_block_ids": [[1, "2", 3]]},

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.idle_engine import wait_for
 from tests.support.side_channel import Fleet, silent
 
 
@@ -43,3 +44,16 @@ def test_a_read_does_not_wait_for_a_notification_to_the_same_engine(fleet: Fleet
     assert fleet.until(fleet.reads), "the read has not begun"
     assert fleet.until(fleet.heard)
     assert fleet.heard() == {"P/0": [b"left-at-p:1"]}, "whoever connects serves both"
+
+
+def test_peers_of_requests_that_stay_do_not_answer_for_as_long_as_the_operator_says() -> None:
+    with Fleet(extra_config={"max_handshake_wait": 1}) as fleet:
+        for i in range(3):
+            fleet.serve(f"silent-{i}", answers=silent)
+            fleet.read(f"silent-{i}", f"stays-{i}")
+        # vLLM waits 5 s for the first of them.
+        over = wait_for(lambda: not fleet.worker._handshake_futures, 9.0)
+        assert over, "three peers are waited for"
+        fleet.serve("P")
+        fleet.read()
+        assert fleet.until(fleet.reads), "the read has not begun"

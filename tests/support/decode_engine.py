@@ -66,6 +66,7 @@ class DecodeEngine:
         policy: Literal["recompute", "fail"] = "recompute",
         block_size: int = 16,
         num_blocks: int = 64,
+        log_stats: bool = False,
     ) -> None:
         self.groups = tuple(groups)
         self.worker = make_worker(
@@ -85,6 +86,7 @@ class DecodeEngine:
             kv_cache_config=self.worker.kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
+            log_stats=log_stats,
         )
 
     def ask(
@@ -98,17 +100,9 @@ class DecodeEngine:
         tp_size: int = 1,
     ) -> None:
         """Add a request; with `remote_blocks`, one whose prompt P has prefilled there."""
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        params.update_from_generation_config({}, 1)
-        request = Request(
-            request_id=req_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=params,
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
+        params: dict[str, Any] | None = None
         if remote_blocks is not None:
-            request.kv_transfer_params = {
+            params = {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
                 "remote_block_ids": [list(group) for group in remote_blocks],
@@ -118,7 +112,30 @@ class DecodeEngine:
                 "remote_port": peer_port(engine_id),
                 "tp_size": tp_size,
             }
+        self.send(req_id, prompt, params, max_tokens=max_tokens)
+
+    def send(
+        self,
+        req_id: str,
+        prompt: Iterable[int],
+        params: dict[str, Any] | None,
+        *,
+        max_tokens: int = 2,
+        **sampling: Any,  # noqa: ANN401 - of `SamplingParams`
+    ) -> Request:
+        """Add a request with these `kv_transfer_params`."""
+        wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+        wanted.update_from_generation_config({}, 1)
+        request = Request(
+            request_id=req_id,
+            prompt_token_ids=list(prompt),
+            sampling_params=wanted,
+            pooling_params=None,
+            block_hasher=self._hasher,
+        )
+        request.kv_transfer_params = None if params is None else dict(params)
         self.scheduler.add_request(request)
+        return request
 
     def step(self) -> Step:
         """Run one step of the engine.
@@ -137,7 +154,7 @@ class DecodeEngine:
             request = self.scheduler.requests[req_id]
             end = request.num_computed_tokens  # counted in advance
             computed[req_id] = (end - count, end)
-            sampled[req_id] = [TOKEN] if end == request.num_tokens else []
+            sampled[req_id] = [TOKEN] if end >= request.num_tokens else []  # none as drafted
         reported = self._report()
         ids = list(computed)
         outputs = self.scheduler.update_from_output(

@@ -21,8 +21,6 @@ from typing import Any
 from unittest import mock
 
 from vllm import envs
-from vllm.sampling_params import SamplingParams
-from vllm.v1.request import Request
 
 from tests.support.decode_engine import Step
 from tests.support.harness import HarnessError, building
@@ -34,7 +32,7 @@ LEASE = 0.05
 
 
 class Server(IdleEngine):
-    """An engine whose answers are kept, and which takes requests with any parameters.
+    """An engine whose answers are kept.
 
     Attributes:
         agent: what NIXL calls its worker.
@@ -63,22 +61,6 @@ class Server(IdleEngine):
         """NIXL's part of the scheduler."""
         connector: Any = self.scheduler.connector
         return connector.connector_scheduler
-
-    def send(
-        self, req_id: str, prompt: Sequence[int], params: dict[str, Any], *, max_tokens: int = 2
-    ) -> None:
-        """Take a request with these `kv_transfer_params`."""
-        wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        wanted.update_from_generation_config({}, 1)
-        request = Request(
-            request_id=req_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=wanted,
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
-        request.kv_transfer_params = dict(params)
-        self.scheduler.add_request(request)
 
 
 class PrefillServer(Server):

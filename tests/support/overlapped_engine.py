@@ -171,8 +171,7 @@ class OverlappedEngine(DecodeEngine):
         step = self.steps.popleft()
         for req_id, part in step.parts.items():
             if not part.request.is_finished():  # nobody wants what an ended one reads
-                read = range(part.start)
-                self.wrong += [f"{req_id} at {place}" for place in self._misread(part, read)]
+                self.wrong += [f"{req_id} at {place}" for place in self._misread(part)]
         for part in step.parts.values():
             self._write(part.request, range(part.start, part.end), part.blocks)
         self._update(step)
@@ -203,24 +202,30 @@ class OverlappedEngine(DecodeEngine):
         return [STOP if self._stops.get(part.request.request_id) == number else TOKEN]
 
     def _write(
-        self, request: Request, tokens: Iterable[int], blocks: Sequence[Sequence[int]]
+        self, request: Request, tokens: Sequence[int], blocks: Sequence[Sequence[int]]
     ) -> None:
-        for token in tokens:
-            for place in self._places(token, blocks):
+        for group in blocks:
+            for token, place in self._places(tokens, group):
                 self.cache[place] = _kv(request, token)
 
-    def _misread(self, part: _Part, tokens: Iterable[int]) -> Iterator[tuple[int, int]]:
-        for token in tokens:
-            for place in self._places(token, part.blocks):
+    def _misread(self, part: _Part) -> Iterator[tuple[int, int]]:
+        """Yield where a step finds something else than what its first token looks back at."""
+        managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        for manager, group in zip(managers, part.blocks, strict=True):
+            first = max(0, manager.get_num_skipped_tokens(part.start))  # of states -1, of nothing
+            for token, place in self._places(range(first, part.start), group):
                 if self.cache.get(place) != _kv(part.request, token):
                     yield place
 
-    def _places(self, token: int, blocks: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
+    def _places(
+        self, tokens: Sequence[int], group: Sequence[int]
+    ) -> Iterator[tuple[int, tuple[int, int]]]:
+        """Yield tokens with the place of their KV in a group's blocks."""
         null = self.scheduler.kv_cache_manager.block_pool.null_block.block_id
-        for group in blocks:
+        for token in tokens:
             block = group[token // self.block_size]
             if block != null:  # nothing is kept there: it is outside of the window
-                yield block, token % self.block_size
+                yield token, (block, token % self.block_size)
 
 
 def _kv(request: Request, token: int) -> int:

@@ -18,7 +18,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -89,18 +88,8 @@ class PrefillEngine(DecodeEngine):
         **sampling: Any,  # noqa: ANN401 - of `SamplingParams`
     ) -> Request:
         """Add a request whose KV a decode engine is to read, or one with other `params`."""
-        wanted = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
-        wanted.update_from_generation_config({}, 1)
-        request = Request(
-            request_id=req_id,
-            prompt_token_ids=list(prompt),
-            sampling_params=wanted,
-            pooling_params=None,
-            block_hasher=self._hasher,
-        )
-        request.kv_transfer_params = {"do_remote_decode": True} if params is None else params
-        self.scheduler.add_request(request)
-        return request
+        params = {"do_remote_decode": True} if params is None else params
+        return self.send(req_id, prompt, params, max_tokens=max_tokens, **sampling)
 
     def schedule(self) -> dict[str, int]:
         """Decide a step.

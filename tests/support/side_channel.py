@@ -93,13 +93,15 @@ def _payload(worker: NixlConnectorWorker, engine_id: str, rank: int, tp_size: in
 class Fleet:
     """A decode worker, and where the prefill servers of its requests listen; a context manager.
 
+    What it is called with is for `make_worker`.
+
     Attributes:
         worker: the decode worker, with its own `_nixl_handshake`.
         ports: engine id -> where it listens, as requests say.
     """
 
-    def __init__(self) -> None:
-        self.worker = make_worker()
+    def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
+        self.worker = make_worker(**config)
         self.ports: dict[str, int] = {}
         self._stack = contextlib.ExitStack()
 
@@ -134,8 +136,14 @@ class Fleet:
             tp_size=tp_size,
         )
 
-    def read(self, engine_id: str = "P") -> None:
-        receive(self.worker, "good", engine_id=engine_id, remote_request_id="good-at-p")
+    def read(self, engine_id: str = "P", req_id: str = "good", tp_size: int = 1) -> None:
+        receive(
+            self.worker,
+            req_id,
+            engine_id=engine_id,
+            remote_request_id=f"{req_id}-at-p",
+            tp_size=tp_size,
+        )
 
     def until(self, done: Callable[[], object], seconds: float = SOON) -> bool:
         """Step until it is done, for so long at most."""

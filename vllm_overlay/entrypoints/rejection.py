@@ -26,6 +26,7 @@ from fastapi.routing import APIRoute
 from vllm.logger import init_logger
 from vllm.utils import random_uuid
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
@@ -217,6 +218,7 @@ async def notify(
     try:
         await tell(request_id, params, data_parallel_rank=_data_parallel_rank(request))
     except Exception:
+        count(Acted.REJECTION_LOST)
         log.warning(
             "Could not tell the prefill server about rejected request %s; "
             "its KV blocks stay until the prefill server's own timeout.",

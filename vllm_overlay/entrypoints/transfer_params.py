@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     are_for,
@@ -51,4 +52,5 @@ def refused(
         problem = problem or find_problem(params)
     if problem is None:
         return None
+    count(Acted.PARAMS_REFUSED)
     return create_error(str(problem), param=f"kv_transfer_params.{problem.field}".rstrip("."))

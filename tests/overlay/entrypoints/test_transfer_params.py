@@ -9,6 +9,7 @@ import pytest
 from vllm.sampling_params import SamplingParams
 
 from tests.support.lying_params import GOOD
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_problem
 from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 
@@ -78,3 +79,11 @@ def test_what_nixl_cannot_use(connector: str) -> None:
 def test_what_may_be_meant_for_another_connector(connector: str | None, module: str | None) -> None:
     assert answer(BAD, connector, module) is None
     assert answer(UNSENDABLE, connector, module)[1] == "kv_transfer_params.other"
+
+
+def test_what_is_refused_is_counted() -> None:
+    answer(GOOD, "NixlConnector")
+    assert taken() == {}
+    answer(BAD, "NixlConnector")
+    answer(UNSENDABLE, "MultiConnector")
+    assert taken() == {"PARAMS_REFUSED": 2}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 from vllm.logger import init_logger
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import peer_problem
 from vllm_overlay.v1.engine.admission import has_given_up
 from vllm_overlay.v1.engine.stand_in import make_stand_in, stand_in_id, takes_stand_ins
@@ -107,6 +108,7 @@ async def _release(
     if not await _nobody_else_reads(engine, params, stand_in):
         return
     await send(stand_in, params, data_parallel_rank=_existing_rank(engine, rank))
+    count(Acted.REJECTION_PASSED_ON)
 
 
 async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant: str) -> bool:

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import of_transfer
 
 Params = TypeVar("Params")
@@ -38,6 +39,7 @@ def transfer_once(params: Params, index: int) -> Params:
         transfer.get("do_remote_prefill") or transfer.get("do_remote_decode")
     ):
         return params
+    count(Acted.FURTHER_READER)
     own = copy(params)
     own.extra_args = {k: v for k, v in params.extra_args.items() if k != "kv_transfer_params"}
     if rest := {name: value for name, value in transfer.items() if not of_transfer(name)}:

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
-    SOON,
     WantsLooks,
 )
 
@@ -34,22 +33,23 @@ def next_request(
     Args:
         core: the engine core whose loop this is.
         block: whether to wait for an item.
-        awaits: whether there is something to look for, soon and then rarer and rarer, besides what
-            the connector asks for.
+        awaits: whether there is something to look for besides what the connector asks for. It is
+            looked for rarely, and not at once: the peer that ends it works now, at times on the
+            same cores, and workers spin for a while after each step.
 
     Raises:
         queue.Empty: there is none and `block` is false, or a step has left work to do.
     """
-    pause, since = SOON, time.monotonic()
+    since = time.monotonic()
     while block:
-        look = _next_look(core, since + pause if awaits(core) else None)
+        look = _next_look(core, since + RARELY if awaits(core) else None)
         if look is None:
             break
         try:
             return core.input_queue.get(timeout=max(0.0, look - time.monotonic()))
         except queue.Empty:
             _look(core)
-            pause, since = min(2 * pause, RARELY), time.monotonic()
+            since = time.monotonic()
             if core.has_work():
                 raise
     return core.input_queue.get(block=block)

@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.serving_app import REMOTE, body, serving
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.v1.engine.admission import open_exchange
 from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
@@ -84,6 +85,7 @@ def test_one_engine_core_is_not_asked() -> None:
     assert stand_in.abort_immediately
     assert stand_in.sampling_params is not None
     assert stand_in.sampling_params.extra_args == {"kv_transfer_params": REMOTE}
+    assert taken() == {"REJECTION_PASSED_ON": 1}
 
 
 @pytest.mark.skipif(not STOCK_TELLS, reason="stock has no stand-in")
@@ -125,6 +127,7 @@ def test_all_engine_cores_are_asked_first() -> None:
 @pytest.mark.parametrize("answers", [(False, True), (True, False)])
 def test_one_that_has_a_reader_is_enough_to_tell_nobody(answers: tuple[bool, ...]) -> None:
     assert Engine(*answers).reject().sent == []
+    assert taken() == {}
 
 
 def test_an_engine_core_of_another_build() -> None:

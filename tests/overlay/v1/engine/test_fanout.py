@@ -12,6 +12,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from tests.support.serving_app import REMOTE
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.v1.engine.fanout import RemembersTransfer, transfer_done, transfer_once
 
 
@@ -40,6 +41,7 @@ def test_only_the_first_transfers(flag: str) -> None:
         assert other.extra_args == {"mine": 1}
         assert other.seed == params.seed
     assert params == before, "siblings share them"
+    assert taken() == {"FURTHER_READER": 2}
 
 
 def test_what_belongs_to_others_stays() -> None:

@@ -21,8 +21,6 @@ from vllm_overlay.v1.engine.admission import current_exchange
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
-    from vllm.entrypoints.pooling.typing import AnyPoolingRequest
-    from vllm.entrypoints.serve.engine.typing import AnyRequest
 
 ErrorResponse = Any
 """vLLM's own; 0.29.0 moved it to another module."""
@@ -61,7 +59,10 @@ class ChecksTransferParams(BaseServing):
     _field_first = True
     """Whether what a token-level request has in its field goes before its sampling parameters."""
 
-    async def _check_model(self, request: AnyRequest | AnyPoolingRequest) -> ErrorResponse | None:
+    async def _check_model(
+        self,
+        request: Any,  # noqa: ANN401 - 0.24.0 takes fewer kinds here than later releases
+    ) -> ErrorResponse | None:
         if (error := await super()._check_model(request)) is not None:
             return error
         return refused(

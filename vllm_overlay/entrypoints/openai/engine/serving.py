@@ -6,7 +6,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 
@@ -19,12 +19,16 @@ from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
 if TYPE_CHECKING:
     from fastapi import Request
     from vllm.engine.protocol import EngineClient
-    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
-    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
     from vllm.entrypoints.openai.engine.serving import AnyRequest, OpenAIServing
-    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
 
 T = TypeVar("T")
+
+
+class TransferRequest(Protocol):
+    """A request for a completion, for a chat's or, from 0.19.0 on, for a response."""
+
+    request_id: str
+    kv_transfer_params: dict[str, Any] | None
 
 
 class KVTransferRejection:
@@ -41,7 +45,7 @@ class KVTransferRejection:
     async def _with_kv_transfer_rejection_cleanup(
         self,
         awaitable: Awaitable[T],
-        request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        request: TransferRequest,
         raw_request: Request | None,
     ) -> T:
         """Await a handler; free the prefill server's blocks if it refuses its request for good.
@@ -88,7 +92,7 @@ def frees_prefill_on_rejection(
     @functools.wraps(create)
     async def wrapper(
         self: KVTransferRejection,
-        request: ChatCompletionRequest | CompletionRequest | ResponsesRequest,
+        request: TransferRequest,
         raw_request: Request | None = None,
     ) -> Any:  # noqa: ANN401 - whatever the endpoint returns
         if current_exchange() is not None:

@@ -22,6 +22,8 @@ from weakref import WeakKeyDictionary
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
+from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -93,7 +95,7 @@ def received_first(select: Select) -> Select:
         if queue is None or not _starts_again(self, queue.peek_request()):
             return queue
         if queue is self.skipped_waiting:
-            _wait_as_preempted(self)
+            _let_wait(self)
         holds = any(request.num_computed_tokens for request in self.skipped_waiting)
         return self.skipped_waiting if holds else self.waiting
 
@@ -108,13 +110,9 @@ def _starts_again(scheduler: Scheduler, request: Request) -> bool:
     return not receives or request.request_id in scheduler.finished_recving_kv_req_ids
 
 
-def _wait_as_preempted(scheduler: Scheduler) -> None:
+def _let_wait(scheduler: Scheduler) -> None:
     """Move who starts again to where preempted requests wait, without blocks or a claim to any."""
     again = [request for request in scheduler.skipped_waiting if _starts_again(scheduler, request)]
     scheduler.skipped_waiting.remove_requests(again)
     for request in reversed(again):
-        if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-            scheduler._try_promote_blocked_waiting_request(request)  # frees its blocks
-        # From 0.23.0 on: what is kept free for it would keep out who comes before it.
-        getattr(scheduler, "_inflight_prefills", set()).discard(request)
-        scheduler.waiting.prepend_request(request)
+        wait_as_preempted(scheduler, request)

@@ -22,11 +22,14 @@ from weakref import WeakKeyDictionary
 from vllm.logger import init_logger
 from vllm.v1.request import RequestStatus
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
+
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 
 class Transfer(Enum):
@@ -84,7 +87,8 @@ class AwaitsTransfers:
             if transfer in under_way:
                 under_way.remove(transfer)
                 return not under_way
-        logger.warning(
+        count(Acted.UNAWAITED_END)
+        log.warning(
             "The KV connector is done %s for request %s, which the scheduler does not await (%s).",
             transfer.value,
             req_id,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request
 
 from tests.support.idle_engine import IdleEngine
@@ -22,12 +21,7 @@ def engine() -> IdleEngine:
 
 
 def add(engine: IdleEngine, name: str, **changes: object) -> Request:
-    params = SamplingParams(max_tokens=1, ignore_eos=True)
-    params.update_from_generation_config({}, 1)
-    request = Request(name, PROMPT, params, None, block_hasher=engine._hasher)
-    request.kv_transfer_params = {**OFFER, **changes}
-    engine.scheduler.add_request(request)
-    return request
+    return engine.send(name, PROMPT, {**OFFER, **changes}, max_tokens=1)
 
 
 def test_one_request_reads(engine: IdleEngine) -> None:

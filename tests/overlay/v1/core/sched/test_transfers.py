@@ -11,6 +11,8 @@ from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.v1.core.sched import transfers
 
 REPORTS = ("finished_recving", "finished_sending")
 
@@ -98,8 +100,9 @@ def test_both_reports_at_once_of_such_a_request_free_it_once(engine: DecodeEngin
 
 
 def test_what_nobody_awaits_is_logged(
-    engine: DecodeEngine, caplog: pytest.LogCaptureFixture
+    engine: DecodeEngine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(transfers, "log", BoundedLog(logging.getLogger("vllm.kvfix")))
     engine.ask("running", range(40))
     engine.step()
     with caplog.at_level(logging.WARNING):

@@ -6,14 +6,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.connector import NixlConnector
 from vllm.sampling_params import SamplingParams
-from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count, taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WorkerReport
 from vllm_overlay.v1.engine.stand_in import stand_in_id
 
@@ -156,3 +158,27 @@ def test_the_release_s_own_mooncake_beside_nixl() -> None:
     several.request_finished(request, [])
     assert not mooncake.connector_scheduler._reqs_need_recv
     assert list(nixl.build_connector_meta(SimpleNamespace()).reqs_to_recv) == [request.request_id]
+
+
+def rank_with(connector: MultiConnector, *acted: Acted) -> ModelRunnerOutput:
+    """What a rank sends, in whose process fixes have acted; its second child is another's."""
+    connector._connectors[0].connector_worker = SimpleNamespace(
+        nixl_wrapper=SimpleNamespace(name="d/0")
+    )
+    for each in acted:
+        count(each)
+    meta = connector.build_connector_worker_meta()
+    assert taken() == {}, "they travel"
+    output = KVConnectorOutput(kv_connector_worker_meta=meta)
+    return ModelRunnerOutput(req_ids=[], req_id_to_index={}, kv_connector_output=output)
+
+
+@pytest.mark.parametrize("quiet", [False, True], ids=["all ranks", "one rank"])
+def test_counts_of_all_ranks_arrive(connector: MultiConnector, quiet: bool) -> None:
+    """Through vLLM's own wrapper of reports, its aggregator, and back to the child."""
+    lines = [Acted.RECEIVE_FAILED, Acted.UNREAD_TOLD]
+    ranks = [rank_with(connector, *lines), rank_with(connector, *([] if quiet else lines))]
+    together = KVOutputAggregator(expected_finished_count=2).aggregate(ranks)
+    assert together is not None and together.kv_connector_output is not None
+    connector.update_connector_output(together.kv_connector_output)
+    assert taken() == dict.fromkeys(("RECEIVE_FAILED", "UNREAD_TOLD"), 2 - quiet)

@@ -78,13 +78,19 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
     release(worker, req_id, handle)
 
 
-def tell(worker: NixlBaseConnectorWorker, agent: str, word: bytes, req_id: ReqId) -> None:
-    """Notify a rank of the peer; one that cannot be notified keeps its blocks until its timeout."""
+def tell(worker: NixlBaseConnectorWorker, agent: str, word: bytes, req_id: ReqId) -> bool:
+    """Notify a rank of the peer; one that cannot be notified keeps its blocks until its timeout.
+
+    Returns:
+        Whether NIXL has taken it.
+    """
     try:
         worker.nixl_wrapper.send_notif(agent, notif_msg=word)
     except Exception as error:
         worker._log_failure("notification_failed", req_id, error=error, remote_agent_name=agent)
         worker.xfer_stats.record_failed_notification()
+        return False
+    return True
 
 
 def release(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: TransferHandle) -> None:

@@ -23,11 +23,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vllm import envs
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     of_transfer,
     printable,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import connectors_in
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -132,8 +134,7 @@ class ClaimsBlocks:
 
 def claiming_connector(connector: KVConnectorBase_V1 | None) -> ClaimsBlocks | None:
     """The connector, or the first of several in one, that has claims."""
-    candidates: list[object] = [connector, *getattr(connector, "_connectors", ())]
-    return next((c for c in candidates if isinstance(c, ClaimsBlocks)), None)
+    return next((c for c in connectors_in(connector) if isinstance(c, ClaimsBlocks)), None)
 
 
 def claim_offered(scheduler: Scheduler, request: Request) -> None:
@@ -153,6 +154,7 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
         )
     if not usable:
         request.kv_transfer_params = _without_offer(request.kv_transfer_params)
+        count(Acted.USED_TWICE)
         log.warning(
             "Request %s: the KV blocks of request %s on engine %s are or were another request's. "
             "They are not used again; a prompt is computed here.",

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WorkerReport
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
     LeaseQuestions,
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
-refusals = BoundedLog(logger)
+refusals, unconfirmed = BoundedLog(logger), BoundedLog(logger)
 
 FIELD = "remote_lease"
 """Of `kv_transfer_params`: the token of the lease on the blocks that they name."""
@@ -114,7 +115,7 @@ class ConfirmedReads:
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
         self._hear(_said(report.kv_connector_worker_meta))
         sent = report.finished_sending or set()
-        freed = self.book.free(sent) | self.book.due()
+        freed = self.book.free(chain(sent, self.book.due()))
         if not self._reads and freed == sent:
             return output
         finished = report.finished_recving or set()
@@ -183,6 +184,7 @@ class ConfirmedReads:
             read.check.asks(time)
             self._ask(read, time)
         elif verdict is Verdict.REFUSE:
+            count(Acted.READ_REFUSED)
             refusals.warning(
                 "Request %s does not use the KV that it has read: the prefill server at %s:%s does "
                 "not say that it still held the blocks. kv_load_failure_policy applies.",
@@ -205,7 +207,8 @@ class ConfirmedReads:
         if engine_id in self._unconfirmed or len(self._unconfirmed) == MAX_NAMED:
             return
         self._unconfirmed.add(engine_id)
-        logger.warning(
+        count(Acted.PEER_UNCONFIRMED)
+        unconfirmed.warning(
             "Reads from engine %s are unconfirmed: its kv_transfer_params announce no lease. If it "
             "frees blocks while they are read, that stays unnoticed.",
             printable(str(engine_id)),
@@ -275,3 +278,4 @@ def asks_about_lease(update: _Method) -> _Method:
 def lease_ended(worker: Any, req_id: str) -> None:  # noqa: ANN401 - `NixlConnectorWorker` or kin
     """Note that a worker of P gives up blocks that nobody has read, for its next report."""
     worker.__dict__.setdefault("_ended_leases", set()).add(req_id)
+    count(Acted.LEASE_ENDED)

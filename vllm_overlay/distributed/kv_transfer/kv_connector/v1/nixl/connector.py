@@ -15,12 +15,14 @@ agents are made without locks (`NIXL_THREAD_SYNC_NONE`), and vLLM sends from its
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
+from vllm_overlay.distributed.kv_transfer import fix_counts
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     pending_notifications,
 )
@@ -64,12 +66,14 @@ class WorkerReport(KVConnectorWorkerMetadata):
         agents: The worker's own NIXL agent; said once. This and the rest is for `confirmed_reads`.
         heard: Which agents have told it that they have read which requests' blocks.
         ended: Requests whose blocks it has given up unread.
+        fixes: How often which fix has acted in it, for `fix_counts`.
     """
 
     pending: int
     agents: frozenset[str] = frozenset()
     heard: Mapping[str, frozenset[str]] = field(default_factory=dict)
     ended: frozenset[str] = frozenset()
+    fixes: Mapping[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
         """Join the reports of two ranks."""
@@ -81,6 +85,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
             self.agents | other.agents,
             {i: self.heard.get(i, frozenset()) | other.heard.get(i, frozenset()) for i in both},
             self.ended | other.ended,
+            Counter(self.fixes) + Counter(other.fixes),
         )
 
 
@@ -111,9 +116,10 @@ class WakesIdleEngine(WantsLooks):
         agents = frozenset([name] if name and not self._introduced else ())
         self._introduced = True
         heard, ended = noted.pop("_heard", {}), frozenset(noted.pop("_ended_leases", ()))
-        if not (pending or before or agents or heard or ended):
+        fixes = fix_counts.taken()
+        if not (pending or before or agents or heard or ended or fixes):
             return None
-        return WorkerReport(pending, agents, heard, ended)
+        return WorkerReport(pending, agents, heard, ended, fixes)
 
     # Scheduler side.
 
@@ -122,6 +128,7 @@ class WakesIdleEngine(WantsLooks):
         report = connector_output.kv_connector_worker_meta
         if not isinstance(report, WorkerReport):
             return
+        fix_counts.add(report.fixes)
         if not report.pending:
             self._look_at = None
         elif report.pending != self._pending:

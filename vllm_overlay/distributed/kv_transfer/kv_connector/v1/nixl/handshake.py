@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
+
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 _Result = TypeVar("_Result")
 
@@ -162,4 +164,4 @@ def _give_back(release: Callable[[Any], None], what: object) -> None:
     try:
         release(what)
     except Exception:
-        logger.warning("NIXL keeps %s of a peer that is no longer connected.", what, exc_info=True)
+        log.warning("NIXL keeps %s of a peer that is no longer connected.", what, exc_info=True)

@@ -6,6 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from vllm.logger import init_logger
+
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
+
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
+
 _Worker = Any
 """`NixlConnectorWorker`; from 0.24.0 on what those that pull and those that push are made of."""
 
@@ -51,12 +57,11 @@ def _readable(
         heard = worker.__dict__.setdefault("_heard", {})
         heard[req_id] = heard.get(req_id, frozenset()) | {peer}
     except Exception as error:
-        worker._log_failure(
-            failure_type="notification_unreadable",
-            req_id=None,
-            error=error,
-            remote_agent_name=peer,
-            payload=repr(notification)[:100],
+        log.warning(
+            "NIXL transfer failure: notification_unreadable. Agent %.100r sent %.100r: %.100r",
+            peer,
+            notification,
+            error,
         )
         worker.xfer_stats.record_failed_notification()
         return False

@@ -5,21 +5,19 @@ A question is a handshake message for P's first rank with something in the frame
 empty otherwise and which nobody looks at. So a P without this patch, where one was restarted in the
 place of one that has it, answers a question with its metadata, and that is no answer.
 
-D's scheduler asks and goes on. A thread of its own talks to P, and what P said is there for a later
+D's scheduler asks and goes on. ZeroMQ's own threads talk to P, and what P said is there for a later
 step.
 """
 
 from __future__ import annotations
 
 import contextlib
-import queue
-import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
 import zmq
@@ -37,12 +35,13 @@ logger = init_logger(f"vllm.{__name__}")
 MAX_PEERS = 64
 """Peers to which a connection is kept open; the one that was asked longest ago is closed."""
 
-_RING, _END = b"ring", b"end"
-"""What the thread is told."""
+MAX_REPLIES = 1000
+"""Of one peer, that are taken at once; ZeroMQ holds as many, and then lets the peer wait."""
 
 MARK = b"kvfix lease 1"
 """With what a question and an answer begin, in the frame that is empty in a handshake."""
 
+_Said = TypeVar("_Said")
 
 _GET_META = b"get_meta_msg"
 """What begins a handshake, in every release."""
@@ -123,9 +122,8 @@ class _Listening:
 
 def answer(frame: bytes) -> bytes | None:
     """Return what to answer to the frame that holds a question; None if that cannot be read."""
-    try:
-        asked = msgspec.msgpack.decode(frame[len(MARK) :], type=Question)
-    except msgspec.DecodeError:
+    asked = _read(frame, Question)
+    if asked is None:
         return None
     answers = [book.answer(asked.token, asked.reader, asked.agents) for book in tuple(_books)]
     known = [one for one in answers if one.standing is not Standing.GONE]
@@ -140,72 +138,59 @@ class LeaseQuestions:
     """Asks about leases without waiting. Not for more than one thread."""
 
     def __init__(self) -> None:
-        self._questions: queue.SimpleQueue[tuple[Peer, Question]] = queue.SimpleQueue()
-        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
-        self._bell: zmq.Socket[bytes] | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets: OrderedDict[Peer, zmq.Socket[bytes]] = OrderedDict()
+        self._poller = zmq.Poller()
 
     def ask(self, peer: Peer, question: Question) -> None:
         """Send a question; there may never be a reply."""
-        self._questions.put((peer, question))
-        if self._bell is None:
-            self._start()
-        assert self._bell is not None  # noqa: S101 - for mypy
-        with contextlib.suppress(zmq.Again):  # it rings already
-            self._bell.send(_RING, zmq.NOBLOCK)
+        try:
+            self._connected(peer).send_multipart(question_frames(peer, question), zmq.NOBLOCK)
+        except zmq.ZMQError as error:  # no such host, or it takes nothing more
+            logger.debug("Cannot ask %s about a lease: %s", peer, error)
 
     def replies(self) -> Iterator[Reply]:
-        """Return the replies that have come since the last call."""
-        for _ in range(self._replies.qsize()):  # one consumer: what is counted can be taken
-            yield self._replies.get_nowait()
+        """Yield the replies that have come since the last call."""
+        for socket, _ in self._poller.poll(0):
+            with contextlib.suppress(zmq.Again):
+                for _ in range(MAX_REPLIES):
+                    reply = read_reply(socket.recv_multipart(zmq.NOBLOCK))
+                    if reply is not None:
+                        yield reply
 
-    def _start(self) -> None:
-        context = zmq.Context()
-        self._bell = context.socket(zmq.PAIR)
-        inside = context.socket(zmq.PAIR)
-        inside.bind("inproc://questions")
-        self._bell.connect("inproc://questions")
-        threading.Thread(
-            target=_talk,
-            args=(context, inside, self._questions, self._replies),
-            name="kv_lease_questions",
-            daemon=True,
-        ).start()
-        weakref.finalize(self, _stop, self._bell)
+    def _connected(self, peer: Peer) -> zmq.Socket[bytes]:
+        if peer in self._sockets:
+            self._sockets.move_to_end(peer)
+            return self._sockets[peer]
+        socket = self._make_socket()
+        try:
+            socket.connect(make_zmq_path("tcp", peer.host, peer.port))
+        except zmq.ZMQError:
+            socket.close()
+            raise
+        self._poller.register(socket, zmq.POLLIN)
+        self._sockets[peer] = socket
+        if len(self._sockets) > MAX_PEERS:
+            _, oldest = self._sockets.popitem(last=False)
+            self._poller.unregister(oldest)
+            oldest.close()
+        return socket
+
+    def _make_socket(self) -> zmq.Socket[bytes]:
+        if self._context is None:  # of its own: finding a host by name may take ZeroMQ long
+            self._context = zmq.Context()
+            weakref.finalize(self, _close, self._context, self._sockets).atexit = False
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.IPV6, 1)
+        return socket
 
 
-def _stop(bell: zmq.Socket[bytes]) -> None:
-    """End the thread; only it may close its sockets."""
-    with contextlib.suppress(zmq.ZMQError):
-        bell.send(_END, zmq.NOBLOCK)
-    bell.close()
-
-
-def _talk(
-    context: zmq.Context[Any],
-    bell: zmq.Socket[bytes],
-    questions: queue.SimpleQueue[tuple[Peer, Question]],
-    replies: queue.SimpleQueue[Reply],
-) -> None:
-    sockets: OrderedDict[Peer, zmq.Socket[bytes]] = OrderedDict()
-    poller = zmq.Poller()
-    poller.register(bell, zmq.POLLIN)
-    while True:
-        for socket, _ in poller.poll():
-            frames = socket.recv_multipart()
-            if socket is bell and frames == [_END]:
-                for one in (bell, *sockets.values()):
-                    one.close(linger=0)
-                context.term()
-                return
-            if (reply := read_reply(frames)) is not None:
-                replies.put(reply)
-        while not questions.empty():
-            peer, question = questions.get_nowait()
-            try:
-                socket = _connected(context, poller, sockets, peer)
-                socket.send_multipart(question_frames(peer, question), zmq.NOBLOCK)
-            except zmq.ZMQError as error:  # no such host, or it takes nothing more
-                logger.debug("Cannot ask %s about a lease: %s", peer, error)
+def _close(context: zmq.Context[Any], sockets: Mapping[Peer, zmq.Socket[bytes]]) -> None:
+    """End ZeroMQ's threads, which they do not before all sockets are closed."""
+    for socket in sockets.values():
+        socket.close()
+    context.term()
 
 
 def question_frames(peer: Peer, question: Question) -> tuple[bytes, bytes]:
@@ -214,39 +199,18 @@ def question_frames(peer: Peer, question: Question) -> tuple[bytes, bytes]:
     return MARK + msgspec.msgpack.encode(question), msgspec.msgpack.encode(first_rank)
 
 
-def _connected(
-    context: zmq.Context[Any],
-    poller: zmq.Poller,
-    sockets: OrderedDict[Peer, zmq.Socket[bytes]],
-    peer: Peer,
-) -> zmq.Socket[bytes]:
-    if peer in sockets:
-        sockets.move_to_end(peer)
-        return sockets[peer]
-    socket = context.socket(zmq.DEALER)
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.IPV6, 1)
-    try:
-        socket.connect(make_zmq_path("tcp", peer.host, peer.port))
-    except zmq.ZMQError:
-        socket.close()
-        raise
-    poller.register(socket, zmq.POLLIN)
-    sockets[peer] = socket
-    if len(sockets) > MAX_PEERS:
-        _, oldest = sockets.popitem(last=False)
-        poller.unregister(oldest)
-        oldest.close()
-    return socket
-
-
 def read_reply(frames: list[bytes]) -> Reply | None:
     """Return what a P said; None where that is no answer to a question."""
     if len(frames) != 1 or not frames[0].startswith(MARK):
         return None
+    return _read(frames[0], Reply)
+
+
+def _read(frame: bytes, kind: type[_Said]) -> _Said | None:
+    """Return what is behind the mark; None if that is nothing of this kind."""
     try:
-        return msgspec.msgpack.decode(frames[0][len(MARK) :], type=Reply)
-    except msgspec.DecodeError:
+        return msgspec.msgpack.decode(frame[len(MARK) :], type=kind)
+    except Exception:  # also of Unicode, and of depth: nothing that is sent may end a thread
         return None
 
 

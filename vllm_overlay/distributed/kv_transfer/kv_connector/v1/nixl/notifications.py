@@ -39,6 +39,8 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake_line import line_of
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -184,6 +186,7 @@ class Notifications:
     def _drop(self, receives: Sequence[_Waiting], reason: str) -> None:
         for _, meta in receives:
             self._worker.xfer_stats.record_failed_notification()
+            count(Acted.NOTIFICATION_GIVEN_UP)
             remote = meta.remote
             self._log.warning(
                 "A request that will not read its blocks could not be reported to a prefill "
@@ -278,9 +281,12 @@ def finds_network_part_done(shake_hands: _Method) -> _Method:
     ) -> object:
         notifications = _of(self)
         heard = notifications and notifications.take_heard(expected_engine_id)
-        if heard:
-            return heard.register(self)
-        return shake_hands(self, host, port, remote_tp_size, expected_engine_id, *sizes)
+        make = functools.partial(
+            shake_hands, self, host, port, remote_tp_size, expected_engine_id, *sizes
+        )
+        if notifications and notifications.here():
+            return make()
+        return line_of(self).make(functools.partial(heard.register, self) if heard else make)
 
     return cast("_Method", wrapper)
 
@@ -294,6 +300,7 @@ def notes_aside(register: _Method) -> _Method:
         heard = notifications and notifications.here()
         if heard:
             return heard.note(args, kwargs)
+        line_of(self).rank_answered()
         name: str = register(self, *args, **kwargs)
         return name
 

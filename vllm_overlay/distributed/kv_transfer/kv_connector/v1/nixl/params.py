@@ -185,6 +185,9 @@ def _blocks_problem(params: dict[str, Any], groups: int | None) -> Problem | Non
         for block in group:
             if type(block) is not int or not 0 <= block <= MAX_BLOCK_ID:
                 return Problem(field, f"must hold block numbers from 0 to {MAX_BLOCK_ID}")
+        named = [block for block in group if block]  # 0 stands for no block
+        if len(set(named)) < len(named):
+            return Problem(field, "must not name a block twice")
     return None
 
 

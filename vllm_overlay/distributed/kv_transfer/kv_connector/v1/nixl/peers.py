@@ -19,6 +19,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake_line import (
+    max_handshake_wait,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
@@ -127,8 +130,10 @@ def allowed_peers(config: KVTransferConfig) -> Peers | None:
     """Return the peers that a scheduler's connector is configured to allow; None for any.
 
     Raises:
-        ValueError: The option is no list of entries. The engine does not start.
+        ValueError: The option is no list of entries, or that of the workers is no number. The
+            engine does not start.
     """
+    max_handshake_wait(config)  # workers would find out at their first handshake
     entries: Any = config.get_from_extra_config(_OPTION, None)
     if entries is None:
         logger.warning(

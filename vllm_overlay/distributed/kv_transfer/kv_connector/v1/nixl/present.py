@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.26.0: whether an engine transfers KV with NIXL."""
+"""All releases: whether an engine transfers KV with NIXL."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
+
+
+def connectors_in(connector: KVConnectorBase_V1 | None) -> list[Any]:
+    """Return a scheduler's connector and those inside, where it is `MultiConnector` or its like."""
+    inside = getattr(connector, "_connectors", None)
+    return [connector, *(inside if isinstance(inside, list | tuple) else ())]
 
 
 def transfers_with_nixl(connector: KVConnectorBase_V1 | None) -> bool:
@@ -16,6 +22,6 @@ def transfers_with_nixl(connector: KVConnectorBase_V1 | None) -> bool:
     """
     return any(
         kind.__name__.startswith("Nixl")
-        for one in (connector, *getattr(connector, "_connectors", ()))
+        for one in connectors_in(connector)
         for kind in type(one).__mro__
     )

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     pulls,
@@ -140,12 +141,14 @@ def _check_push(
     scheduler: NixlBaseConnectorScheduler, request: Request, params: object
 ) -> shared.CheckedParams:
     checked = shared.as_checked(params)
-    problem = find_push_problem(params) or peer_not_allowed(scheduler, checked)
+    bad = find_push_problem(params)
+    problem = bad or peer_not_allowed(scheduler, checked)
     if problem is not None:
         if checked.get("do_remote_decode") is True:  # it goes on prefilling for somebody
             checked["do_remote_prefill"] = False
         else:
             checked.use = shared.Use.IGNORE
+        count(Acted.PUSH_PARAMS_REFUSED if bad else Acted.PEER_NOT_ALLOWED)
         log.warning(
             "Request %s cannot have its KV blocks pushed: %s. Its prompt is computed here.",
             printable(request.request_id),

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import NixlBaseConnectorWorker
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     release_all,
     take_ready,
@@ -172,7 +173,10 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
         results = super().get_transfer_results()
         for req_id in results.finished_recving:
             reads = self._reads.pop(req_id, None)
-            if reads is not None and req_id in results.failed_recving:
+            if req_id not in results.failed_recving:
+                continue
+            count(Acted.RECEIVE_FAILED)
+            if reads is not None:
                 self._tell(req_id, reads)
         return results
 
@@ -184,10 +188,11 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
         # A client may have made up an id that is no text; P does not know it anyhow.
         word = f"{reads.remote.request_id}:{reads.readers}".encode(errors="replace")
         # Not by index: that would make the engine look connected.
-        for rank, agent in self._remote_agents.get(reads.remote.engine_id, {}).items():
-            if rank in reads.told and rank not in reads.unread:
-                continue
-            tell(self, agent, word, req_id)
+        agents = self._remote_agents.get(reads.remote.engine_id, {}).items()
+        unread = [agent for rank, agent in agents if rank not in reads.told - reads.unread]
+        told = [tell(self, agent, word, req_id) for agent in unread]
+        if any(told):
+            count(Acted.UNREAD_TOLD)
 
 
 def notes_who_is_told(read: _ReadBlocks) -> _ReadBlocks:

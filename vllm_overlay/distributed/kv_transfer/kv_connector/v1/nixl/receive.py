@@ -43,12 +43,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
     is_of_the_peer,
     read_failed,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.telemetry import measure
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 logger = init_logger(f"vllm.{__name__}")
+failures = BoundedLog(logger)
 
 _Transfers = dict[str, list[Any]]
 """The reads in flight, by receive: `_recving_transfers`."""
@@ -247,7 +250,8 @@ class Receives:
         return not failed.polled
 
     def _report(self, req_id: ReqId, failed: FailedReceive) -> None:
-        logger.warning(
+        count(Acted.RECEIVE_FAILED)
+        failures.warning(
             "Reporting request %s as failed to receive: kv_load_failure_policy applies", req_id
         )
 
@@ -391,13 +395,19 @@ class GuardedReceives(AwaitedReceives):
                 self.release(handle)
         self._unreleased.clear()
 
-    def tell(self, agent: str, notification: bytes, req_id: ReqId) -> None:
-        """Notify an agent of P; where that fails its blocks wait for P's timeout."""
+    def tell(self, agent: str, notification: bytes, req_id: ReqId) -> bool:
+        """Notify an agent of P; where that fails its blocks wait for P's timeout.
+
+        Returns:
+            Whether NIXL has taken it.
+        """
         try:
             self._worker.nixl_wrapper.send_notif(agent, notif_msg=notification)
         except Exception as error:
             self._log("notification_failed", error, req_id, remote_agent_name=agent)
             self._worker.xfer_stats.record_failed_notification()
+            return False
+        return True
 
     def notifications(self) -> Iterable[list[bytes]]:
         """Return what peers have sent since the last call, without what cannot be read."""
@@ -478,9 +488,10 @@ class ToldReceives(GuardedReceives):
         text = f"{failed.meta.remote.request_id}:{self._readers(failed.meta.remote.engine_id)}"
         # A client may have made up an id that is no text; P does not know it anyhow.
         notification = text.encode(errors="replace")
-        for rank, agent in self._agents(failed.meta).items():
-            if rank in failed.unread:
-                self.tell(agent, notification, req_id)
+        unread = [a for rank, a in self._agents(failed.meta).items() if rank in failed.unread]
+        told = [self.tell(agent, notification, req_id) for agent in unread]
+        if any(told):
+            count(Acted.UNREAD_TOLD)
 
     def _readers(self, engine_id: str) -> int:
         """How many of our ranks P's ranks wait for; 0.29.0 works it out for each peer."""

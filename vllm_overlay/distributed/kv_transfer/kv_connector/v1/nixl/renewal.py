@@ -33,12 +33,14 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import disconnect
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
@@ -47,7 +49,7 @@ if TYPE_CHECKING:
         ReqMeta,
     )
 
-logger = init_logger(f"vllm.{__name__}")
+log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 PATIENCE = 5.0
 """Seconds that new receives wait for those under way. As long as vLLM waits for one rank to answer
@@ -94,22 +96,30 @@ class _Renewals:
         with worker._handshake_lock:
             for engine_id in self._failed.keys() - worker._remote_agents.keys():
                 del self._failed[engine_id]  # evicted by vLLM
-            if worker._handshake_futures:
-                return
-            # A receive that waits for its first read cannot wait for a handshake everywhere.
-            ready = [meta for _, meta in list(worker._ready_requests.queue)]
-        busy = _engines(worker._recving_metadata.values()) | _engines(ready)
-        if worker._recving_transfers.keys() - worker._recving_metadata.keys():
-            return  # whose reads these are is not known
-        for engine_id in self._failed.keys() - busy:
+        for engine_id in unused(worker, self._failed.keys()):
             del self._failed[engine_id]
             disconnect(worker, engine_id)
-            logger.info(
+            count(Acted.PEER_MET_ANEW)
+            log.warning(
                 "A read from engine %s has failed. The next one begins with a handshake.", engine_id
             )
 
 
-def _engines(receives: Iterable[ReqMeta]) -> set[str]:
+def unused(worker: _Worker, engine_ids: Set[str]) -> Set[str]:
+    """Return those of some engines that can be forgotten: NIXL has nothing under way with them, and
+    is loading agents of none."""
+    with worker._handshake_lock:
+        if worker._handshake_futures:
+            return set()
+        # A receive that waits for its first read cannot wait for a handshake everywhere.
+        ready = [meta for _, meta in list(worker._ready_requests.queue)]
+    if worker._recving_transfers.keys() - worker._recving_metadata.keys():
+        return set()  # whose reads these are is not known
+    return engine_ids - engines_of(worker._recving_metadata.values()) - engines_of(ready)
+
+
+def engines_of(receives: Iterable[ReqMeta]) -> set[str]:
+    """Return the engines that are read from."""
     return {meta.remote.engine_id for meta in receives if meta.remote is not None}
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
@@ -97,14 +98,20 @@ def check(
     params: object = request.kv_transfer_params
     checked = as_checked(params)
     _give_single_group_a_list(checked, groups)
+    problem = find(checked if isinstance(params, dict) else params, groups=groups)
+    stranger = None if problem else peer_not_allowed(scheduler, checked)
     problem = (
-        find(checked if isinstance(params, dict) else params, groups=groups)
-        or peer_not_allowed(scheduler, checked)
+        problem
+        or stranger
         or _engine_problem(scheduler, checked)
         or covers(scheduler, request, checked)
     )
     if problem is not None:
         told = _disarm(scheduler, checked, groups)
+        if stranger:
+            count(Acted.PEER_NOT_ALLOWED)
+        elif not getattr(request, "abort_immediately", False):  # else its handler has counted it
+            count(Acted.PARAMS_REFUSED)
         bad_params.warning(
             "Request %s cannot use the KV blocks it was given: %s. Its prompt is computed here; "
             "%s.",
@@ -280,5 +287,6 @@ def send_metadata(
 ) -> None:
     """Send a peer the metadata of a rank and what else the release says; empty if there is none."""
     if answer is None:
+        count(Acted.NO_SUCH_RANK)
         no_such_rank.warning("A peer asked for the metadata of rank %.100r; there is none.", rank)
     socket.send_multipart((identity, b"", answer or b"", *more))

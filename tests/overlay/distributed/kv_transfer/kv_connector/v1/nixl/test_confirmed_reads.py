@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import Step
@@ -19,12 +21,17 @@ from tests.support.lease_pair import (
     prefill_server,
 )
 from tests.support.nixl_worker import connect, nixl_of
+from tests.support.two_way import two_way
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import (
+    confirmed_reads as module,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_book, read_check
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads import (
     FIELD,
     confirmed_reads,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import Question
+from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = list(range(40))
 
@@ -200,8 +207,12 @@ def test_a_request_that_has_left_waits_for_no_answer(p: PrefillServer) -> None:
 
 
 def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
-    p: PrefillServer, asked: list[Question], caplog: pytest.LogCaptureFixture
+    p: PrefillServer,
+    asked: list[Question],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(module, "unconfirmed", BoundedLog(module.logger))
     offer = p.prefill("at-p", PROMPT)
     del offer[FIELD]
     d = decode_server()
@@ -221,6 +232,46 @@ def test_a_token_that_is_none_is_as_if_there_were_none(
     begin(d, p.prefill("at-p", PROMPT) | {FIELD: token})
     assert used(end(d))
     assert asked == []
+
+
+def test_what_was_promised_is_given_away_once(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The promise is the first reader's; the second has read; the promise ends, and then the first
+    read, which has to be asked for again."""
+    offer = p.prefill("at-p", PROMPT)
+    first, second = decode_server("first/0"), decode_server("second/0")
+    reads = confirmed_reads(p.part)
+    assert reads is not None
+    begin(first, offer, "first")
+    over = time.monotonic() + 5
+    while reads.book._held["at-p"].reader is None and time.monotonic() < over:
+        time.sleep(0.001)
+    begin(second, offer, "second")
+    nixl_of(second.worker).finish(*nixl_of(second.worker).in_flight())
+    p.hears_of(second)
+    assert "at-p" in p.scheduler.requests
+    later = time.perf_counter() + lease_book.PROMISE
+    monkeypatch.setattr(reads.book, "_clock", lambda: later)
+    for _ in range(4):
+        p.step()
+    assert "at-p" not in p.scheduler.requests
+    assert not reads.book._held
+    assert not reads.book._ended
+    assert "does not await" not in caplog.text  # it is said once that it is sent
+    monkeypatch.setattr(read_check, "MARGIN", lease_book.PROMISE)  # as if the read had been slow
+    assert not used(end(first), "first")
+
+
+def test_a_connector_may_name_what_was_sent_in_a_list(p: PrefillServer) -> None:
+    """As several connectors' tests do, and no type forbids at run time."""
+    p.prefill("at-p", PROMPT)
+    reads = confirmed_reads(p.part)
+    assert reads is not None
+    sent = SimpleNamespace(kv_connector_output=KVConnectorOutput(finished_sending=["at-p"]))
+    report = reads.settle(p.scheduler, sent).kv_connector_output
+    assert report is not None
+    assert report.finished_sending == {"at-p"}
 
 
 def switch_off(server: Server) -> None:
@@ -254,6 +305,24 @@ def test_a_prompt_that_is_cached_is_not_asked_for(p: PrefillServer, asked: list[
     begin(d, p.prefill("again", PROMPT), "again")
     end(d)
     assert len(asked) - before <= 1  # the last block is never cached
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_second_turn_does_not_use_what_the_decode_server_has_given_away(
+    p: PrefillServer, late: bool
+) -> None:
+    """What upstream's #47021 is about: there the roles are the other way round."""
+    with prefill_server() as decode:
+        two_way(decode, keeps=0.05 if late else 100.0)
+        connect(decode.worker, "P")
+        begin(decode, p.prefill("at-p", PROMPT), "turn-1")
+        assert used(end(decode, 1.0), "turn-1")
+        offer = decode.answers["turn-1"] | {"remote_engine_id": "P"}
+        assert offer["do_remote_decode"]
+        assert ("turn-1" in decode.scheduler.requests) is not late
+        prefill = two_way(decode_server())
+        begin(prefill, offer, "turn-2")
+        assert used(end(prefill, 8.0), "turn-2") is not late
 
 
 @pytest.mark.parametrize("rounds", [50])

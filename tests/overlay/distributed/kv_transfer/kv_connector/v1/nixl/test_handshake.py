@@ -37,15 +37,22 @@ def decoder(groups: Any = ("full",), **config: Any) -> NixlConnectorWorker:  # n
     return make_worker(groups=groups, block_size=8, kernel_block_size=4, **config)
 
 
+OTHERS = (
+    "_agents_in_handshake",
+    "_engine_last_active",  # of those asked for too, until others are
+    "_handshake_reports",
+    "src_xfer_handles_by_tp_ratio",
+)
+"""Tables that are of our own memory, or by kind of failure, or say when a read was asked for."""
+
+
 def kept(worker: NixlConnectorWorker) -> dict[str, Any]:
     """What there is by engine, and for which."""
     return {
         f"{type(owner).__name__}.{name}": set(value)
         for owner in (worker, topology_of(worker))
         for name, value in vars(owner).items()
-        if isinstance(value, dict)
-        and value
-        and name not in ("_agents_in_handshake", "src_xfer_handles_by_tp_ratio")  # of our memory
+        if isinstance(value, dict) and value and name not in OTHERS
     }
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
 from tests.support.nixl_worker import make_worker, nixl_of, raising
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import notifications
+from vllm_overlay.logging_utils.bounded_log import LINES, BoundedLog
 
 
 def failed(worker: Any) -> int:  # noqa: ANN401 - the worker
@@ -32,6 +35,20 @@ def test_what_cannot_be_read_is_left_out(lie: bytes, caplog: pytest.LogCaptureFi
     assert list(notifications(worker)) == [[b"a:1", b"b:1"]]
     assert failed(worker) == 1
     assert "notification_unreadable" in caplog.text and "P/0" in caplog.text
+
+
+def test_a_peer_does_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(inbox, "log", BoundedLog(logging.getLogger("inbox")))
+    worker = make_worker()
+    nixl_of(worker).inbox = {"P/0": [b"x" * 1000] * 3 * LINES}
+    list(notifications(worker))
+    lines = [line for line in caplog.messages if "notification_unreadable" in line]
+    assert len(lines) == LINES
+    assert max(map(len, lines)) < 400
+    assert failed(worker) == 3 * LINES
 
 
 def test_what_is_somebody_else_s_is_not_looked_at() -> None:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -102,7 +102,8 @@ def test_a_stock_listener_takes_a_question_for_a_handshake(stages: bool) -> None
         pytest.param([b"", b"metadata", b"clock"], id="stock, with its clock"),
         pytest.param([MARK + b"\xc1"], id="no msgpack"),
         pytest.param([MARK + msgspec.msgpack.encode(["d", "soon", ["held", 1]])], id="no time"),
-        pytest.param([b"end"], id="what ends the thread"),
+        pytest.param([MARK + b"\x93\xa1\xff\x01\x92\xa4held\x01"], id="no Unicode"),
+        pytest.param([MARK + b"\x94\xa1d\x01\x92\xa4held\x01" + 9999 * b"\x91"], id="too deep"),
         pytest.param([], id="nothing"),
     ],
 )
@@ -110,11 +111,19 @@ def test_what_is_no_answer_is_none(frames: list[bytes]) -> None:
     assert read_reply(frames) is None
 
 
-def test_what_is_no_question_is_not_answered(p: Listening) -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        pytest.param(b"\xc1", id="no msgpack"),
+        pytest.param(b"\x94\xa1\xff\xa1d\x90\x01", id="no Unicode"),
+        pytest.param(b"\x95\xa1t\xa1d\x90\x01" + 9999 * b"\x91", id="too deep"),
+    ],
+)
+def test_what_is_no_question_is_not_answered(p: Listening, said: bytes) -> None:
     context = zmq.Context()
     with context.socket(zmq.DEALER) as peer:
         peer.connect(f"tcp://127.0.0.1:{p.peer.port}")
-        peer.send_multipart([MARK + b"\xc1", b""])
+        peer.send_multipart([MARK + said, b""])
         peer.send_multipart([b"", b"handshake"])
         frames = p.handed_on(5.0)
         answered = peer.poll(50)
@@ -140,11 +149,30 @@ def test_a_host_that_cannot_be_reached_keeps_nobody_waiting(p: Listening) -> Non
     assert [reply.reader for reply in replies(questions, p)] == ["next"]
 
 
-def test_the_thread_ends_with_who_asked() -> None:
-    before = {*threading.enumerate()}
+def test_no_more_replies_are_taken_at_once_than_that(
+    p: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A P that goes on and on does not keep D from its next step."""
+    monkeypatch.setattr(lease_questions, "MAX_REPLIES", 1)
+    questions = LeaseQuestions()
+    for reader in "abc":
+        questions.ask(p.peer, Question("t", reader, AGENTS, 1.0))
+    p.handed_on(0.5)
+    assert [[reply.reader for reply in questions.replies()] for _ in "abcd"] == [
+        ["a"],
+        ["b"],
+        ["c"],
+        [],
+    ]
+
+
+def test_nothing_is_left_of_who_has_asked() -> None:
+    def threads() -> int:
+        return sum(1 for _ in Path("/proc/self/task").iterdir())  # those of ZeroMQ, too
+
+    before = threads()
     questions = LeaseQuestions()
     questions.ask(Peer("127.0.0.1", 1, stages=True), Question("t", "d", AGENTS, 1.0))
-    [thread] = {*threading.enumerate()} - before
+    assert threads() > before
     del questions
-    thread.join(5)
-    assert not thread.is_alive()
+    assert threads() == before

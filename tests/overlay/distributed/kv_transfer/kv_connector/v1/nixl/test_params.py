@@ -209,6 +209,13 @@ def test_the_numbers_of_blocks() -> None:
         )
 
 
+def test_a_block_is_named_once_in_a_group() -> None:
+    """0 is no block: a window's list has it for each block that it has left."""
+    assert find_problem({**GOOD, "remote_block_ids": [[0, 0, 1]]}) is None
+    problem = find_problem({**GOOD, "remote_block_ids": [[1, 2, 1]]})
+    assert str(problem) == "kv_transfer_params.remote_block_ids must not name a block twice"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -16,6 +16,7 @@ from tests.regressions.test_k17 import engine_with, stranger
 from tests.support.lying_params import GOOD
 from tests.support.nixl_release import NixlConnectorScheduler
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import (
     Peers,
     allowed_peers,
@@ -150,3 +151,10 @@ def test_who_has_prefill_servers_push_registers_with_those_that_are_named(
     request = Request("request", list(range(40)), SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = {**GOOD, "remote_host": "127.0.0.1"}
     assert side.get_num_new_matched_tokens(request, 0)[0] == tokens
+    assert taken() == ({} if tokens else {"PEER_NOT_ALLOWED": 1})
+
+
+def test_who_is_not_named_is_counted_as_such() -> None:
+    engine = engine_with("10.8.0.0/16", remote_port=1)
+    engine.step()
+    assert taken() == {"PEER_NOT_ALLOWED": 1}

@@ -20,6 +20,7 @@ from tests.support.nixl_worker import (
     script_handshake,
     step,
 )
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
 pull_worker = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker",
@@ -66,6 +67,7 @@ def test_a_rank_whose_read_failed_is_told_and_the_other_heard_from_nixl(
     assert worker.get_block_ids_with_load_errors() == {1, 2}
     assert heard(worker) == ONCE
     assert set(nixl.heard[agent_name("P", bad)]) == {b"req-p:1"}
+    assert taken() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
 
 
 def test_when_all_is_well_nobody_is_told_twice() -> None:
@@ -74,6 +76,7 @@ def test_when_all_is_well_nobody_is_told_twice() -> None:
     assert lives(step, worker) == (set(), {"req-d"})
     assert heard(worker) == ONCE
     assert not worker.get_block_ids_with_load_errors()
+    assert taken() == {}
 
 
 def test_a_peer_that_cannot_be_told_costs_a_count() -> None:
@@ -87,6 +90,7 @@ def test_a_peer_that_cannot_be_told_costs_a_count() -> None:
     assert ends == {"req-d"}
     stats = worker.get_kv_connector_stats()
     assert sum(stats.data["num_failed_notifications"]) == 2
+    assert taken() == {"RECEIVE_FAILED": 1}
 
 
 def test_what_p_said_makes_no_sense_here() -> None:

@@ -40,13 +40,16 @@ pytest.importorskip(
 
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import receive as overlay
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
     AwaitedReceives,
     FailedReceive,
     Receives,
     ToldReceives,
 )
+from vllm_overlay.logging_utils.bounded_log import LINES, BoundedLog
 
 STEPS = 2_000
 
@@ -147,8 +150,9 @@ class RaisesOnRelease(ToldReceives):
 
 
 class RaisesOnTelling(ToldReceives):
-    def tell(self, agent: str, notification: bytes, req_id: str) -> None:
+    def tell(self, agent: str, notification: bytes, req_id: str) -> bool:
         self._worker.nixl_wrapper.send_notif(agent, notif_msg=notification)
+        return True
 
 
 class ReadsAnyNotification(ToldReceives):
@@ -272,6 +276,18 @@ def test_p_hears_of_a_failed_read_what_it_hears_of_others(p_tp: int) -> None:
     step(worker)
     said = {read.agent: [read.notif] for read in nixl.reads}
     assert {agent: words for agent, words in nixl.heard.items() if words} == said
+    assert taken() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
+
+
+def test_a_p_that_cannot_be_told_has_not_been() -> None:
+    worker = make_worker()
+    connect(worker, "P")
+    receive(worker)
+    nixl = nixl_of(worker)
+    nixl.on["send_notif"] = raising(RuntimeError("gone"))
+    nixl.fail(*nixl.reads)
+    step(worker)
+    assert taken() == {"RECEIVE_FAILED": 1}
 
 
 def test_all_ranks_that_share_a_latent_cache_are_told_once_when_nothing_can_be_read() -> None:
@@ -327,6 +343,22 @@ def test_the_log_line_says_what_failed(call: str) -> None:
         step(worker)
     assert [entry.kwargs["failure_type"] for entry in log.call_args_list] == [FAILURE_TYPES[call]]
     assert not worker.xfer_stats.is_empty()
+
+
+def test_receives_that_fail_do_not_fill_the_log(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logging.disable(logging.NOTSET)
+    caplog.set_level(logging.WARNING)
+    monkeypatch.setattr(overlay, "failures", BoundedLog(logging.getLogger("receives")))
+    worker = make_worker()
+    worker._nixl_handshake = raising(ConnectionError("gone"))
+    for number in range(2 * LINES):
+        receive(worker, f"r-{number}")
+        await_handshakes(worker)
+        assert lives(step, worker)[1] == {f"r-{number}"}
+    assert caplog.text.count("as failed to receive") == LINES
+    assert taken() == {"RECEIVE_FAILED": 2 * LINES}
 
 
 @pytest.mark.parametrize("blocks", [[], [[1, 2]]], ids=["prefix hit", "read"])

@@ -23,6 +23,7 @@ from tests.support.nixl_worker import (
     step,
     topology_of,
 )
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
 renewal = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal", reason="up to 0.31.0"
@@ -77,6 +78,7 @@ def test_nothing_is_released_while_a_read_is_in_flight_and_new_ones_wait() -> No
     ask(worker, "newer", 4)
     assert nixl.reads == [slow, bad]
     assert (removed(nixl), nixl.called("release_dlist_handle"), peers.asked) == ([], [], [])
+    assert "PEER_MET_ANEW" not in taken()
     nixl.finish(slow)
     assert worker.get_finished()[1] == {"slow"}
     lives(step, worker)
@@ -84,6 +86,7 @@ def test_nothing_is_released_while_a_read_is_in_flight_and_new_ones_wait() -> No
     lives(step, worker)
     assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
     assert len(nixl.called("release_dlist_handle")) == 1
+    assert taken()["PEER_MET_ANEW"] == 1
     fresh = nixl.reads[2:]
     assert len(fresh) == 2
     nixl.finish(*fresh)

@@ -9,6 +9,7 @@ import functools
 import inspect
 import itertools
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,10 +21,20 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from tests.support import decode_engine
 from tests.support.idle_engine import IdleEngine
 from tests.support.lying_params import GOOD, lying_params
-from tests.support.nixl_worker import PACKED, GroupKind, connect, nixl_of
+from tests.support.nixl_worker import (
+    PACKED,
+    GroupKind,
+    connect,
+    make_kv_cache_config,
+    make_vllm_config,
+    nixl_of,
+)
+from tests.support.two_way import two_way
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
+    find_problem,
     peer_problem,
 )
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
@@ -191,14 +202,7 @@ def test_a_prefill_that_reads_from_a_decode_server(
     blocks: list[list[int]], computed: tuple[int, int] | None
 ) -> None:
     """It is told like any other owner of blocks that cannot be read."""
-    engine = IdleEngine()
-    side = vars(engine.scheduler.connector)["connector_scheduler"]
-    if "is_bidirectional_kv_xfer_enabled" not in vars(side):
-        pytest.skip("from 0.21.0 on")
-    side.is_bidirectional_kv_xfer_enabled, side.kv_recompute_threshold = True, 0
-    config = engine.worker.vllm_config.kv_transfer_config
-    assert config is not None
-    config.kv_connector_extra_config["bidirectional_kv_xfer"] = True
+    engine = two_way(IdleEngine())
     connect(engine.worker, "P")
     engine.ask("prefill", PROMPT, max_tokens=1)
     offered = {"remote_block_ids": blocks, "remote_num_tokens": 40}
@@ -236,3 +240,17 @@ def test_the_log_says_once_what_is_wrong(
         "must hold block numbers from 0 to 2147483647. Its prompt is computed here; "
         "their owner is told to free them."
     ]
+
+
+def test_a_stand_in_was_counted_by_the_handler_that_refused_its_request() -> None:
+    side: Any = SimpleNamespace(vllm_config=make_vllm_config(), block_size=16)
+    side.kv_cache_config = make_kv_cache_config()
+
+    def look(**marks: bool) -> dict[str, int]:
+        params = {**GOOD, "remote_block_ids": "none"}
+        request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, **marks)
+        scheduler.check(side, request, 1, find_problem, lambda *_: None)
+        return taken()
+
+    assert look() == look(abort_immediately=False) == {"PARAMS_REFUSED": 1}
+    assert look(abort_immediately=True) == {}

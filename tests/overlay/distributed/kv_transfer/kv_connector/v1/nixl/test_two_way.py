@@ -1,0 +1,75 @@
+"""From 0.21.0 on, transfers in both directions: what is promised, and who is told of what."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from tests.regressions.test_k25 import KEPT, PROMPT, is_answered, prefill
+from tests.support.idle_engine import IdleEngine
+from tests.support.nixl_worker import connect, nixl_of
+from tests.support.two_way import second_turn, two_way
+
+pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.two_way", reason="from 0.21.0 on"
+)
+
+
+def known(engine: IdleEngine) -> set[str]:
+    """The requests that the worker would let go of."""
+    return engine.worker._reqs_to_process
+
+
+def test_a_second_turn_reads_what_is_kept_once() -> None:
+    engine = prefill()
+    nixl_of(engine.worker).finish(*nixl_of(engine.worker).in_flight())
+    steps = [engine.step() for _ in range(3)]
+    assert [step.computed["turn-2"] for step in steps if step.computed] == [(KEPT, len(PROMPT))]
+    assert len(nixl_of(engine.worker).reads) == 1
+
+
+def test_what_is_shorter_than_the_threshold_is_computed() -> None:
+    engine = two_way(IdleEngine())
+    vars(vars(engine.scheduler.connector)["connector_scheduler"])["kv_recompute_threshold"] = 64
+    connect(engine.worker, "P")
+    engine.send("turn-2", PROMPT, second_turn([[5, 6, 7]], KEPT), max_tokens=1)
+    assert engine.step().computed == {"turn-2": (0, len(PROMPT))}
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_a_worker_is_told_of_what_is_kept_and_of_nothing_else(both_ways: bool) -> None:
+    engine = two_way(IdleEngine(), keeps=0.05)
+    side: dict[str, Any] = vars(vars(engine.scheduler.connector)["connector_scheduler"])
+    side["is_bidirectional_kv_xfer_enabled"] = both_ways
+    engine.send("plain", PROMPT, None)
+    engine.send("turn-1", PROMPT, {"session": "of a router"})
+    engine.step()
+    assert known(engine) == ({"turn-1"} if both_ways else set())
+    engine.step()
+    engine.step()
+    time.sleep(0.1)
+    engine.step()
+    engine.step()
+    assert known(engine) == set()
+    assert engine.scheduler.requests == {}
+
+
+def test_one_that_is_aborted_in_the_queue_is_forgotten() -> None:
+    engine = two_way(IdleEngine())
+    engine.scheduler.max_num_running_reqs = 1
+    engine.send("long", PROMPT, None, max_tokens=50)
+    engine.step()
+    engine.send("turn-1", PROMPT, {"session": "of a router"})
+    engine.step()
+    engine.abort("turn-1")
+    engine.step()
+    engine.step()
+    assert known(engine) == set()
+
+
+def test_a_second_turn_whose_peer_is_gone_is_computed() -> None:
+    engine = two_way(IdleEngine())
+    engine.send("turn-2", PROMPT, second_turn([[5, 6, 7]], KEPT), max_tokens=1)
+    assert is_answered(engine, 10.0)

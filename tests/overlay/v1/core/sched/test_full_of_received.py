@@ -1,0 +1,114 @@
+"""When a received request gives way, and when all is left as stock has it."""
+
+from __future__ import annotations
+
+import pytest
+from vllm.v1.core.sched.interface import PauseState
+
+from tests.support.decode_engine import DecodeEngine
+from tests.support.nixl_worker import connect, nixl_of
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
+
+pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to 0.30.0")
+
+
+def full(asked: int = 3, *, drafts: int = 3, spare: int = 0) -> DecodeEngine:
+    """An engine whose cache is full of loads of two blocks each, `spare` blocks apart."""
+    engine = DecodeEngine(num_blocks=2 * asked + 1 + spare)
+    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = drafts
+    connect(engine.worker, "P")
+    for number in range(asked):
+        start = 1000 * number
+        engine.ask(f"req-{number}", range(start, start + 32), [[1, 2]], max_tokens=4)
+    engine.step()
+    return engine
+
+
+def arrive(engine: DecodeEngine, count: int = 9) -> None:
+    for read in nixl_of(engine.worker).in_flight()[:count]:
+        read.state = "DONE"
+
+
+def holders(engine: DecodeEngine) -> list[str]:
+    requests = engine.scheduler.requests
+    return [req_id for req_id in requests if engine.blocks_of(req_id)]
+
+
+def test_the_last_gives_way_and_waits_as_one_preempted() -> None:
+    engine = full()
+    arrive(engine)
+    for _ in range(3):
+        engine.step()
+        if len(holders(engine)) < 3:
+            break
+    scheduler = engine.scheduler
+    [gone] = set(scheduler.requests) - set(holders(engine))
+    assert [request.request_id for request in scheduler.waiting] == [gone]
+    assert scheduler.requests[gone].num_computed_tokens == 0
+    assert not scheduler.finished_recving_kv_req_ids & {gone}
+    assert taken()["RECEIVED_GAVE_WAY"] == 1
+
+
+def test_one_at_a_time() -> None:
+    engine = full(5)
+    arrive(engine)
+    held = []
+    for _ in range(4):
+        engine.step()
+        held.append(len(holders(engine)))
+    assert min(held) >= 4
+
+
+def test_loads_under_way_are_awaited() -> None:
+    engine = full()
+    arrive(engine, 2)
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
+def test_blocks_that_others_have_are_awaited() -> None:
+    engine = full(spare=1)
+    engine.scheduler.kv_cache_manager.block_pool.get_new_blocks(1)  # a reader's, say
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
+def test_a_pause_is_no_stand() -> None:
+    engine = full()
+    engine.scheduler._pause_state = PauseState.PAUSED_ALL
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
+def test_one_alone_keeps_what_it_received() -> None:
+    engine = full(1)
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
+    assert holders(engine) == ["req-0"]
+
+
+def test_another_connectors_requests_wait_as_on_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "vllm_overlay.v1.core.sched.full_of_received.transfers_with_nixl", lambda _: False
+    )
+    engine = full()
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
+def test_where_nothing_is_needed_to_run_nobody_gives_way() -> None:
+    engine = full(drafts=0)
+    arrive(engine)
+    computed: dict[str, tuple[int, int]] = {}
+    for _ in range(3):
+        computed |= engine.step().computed
+    assert len(computed) >= 1
+    assert min(start for start, _ in computed.values()) >= 31  # nobody's prompt is computed

@@ -1,0 +1,58 @@
+"""Engines of a hybrid model that keep its recurrent states as vLLM does."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import partial
+from typing import Any, TypeVar
+from unittest import mock
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from tests.support import decode_engine, nixl_worker, prefill_engine
+from tests.support.decode_engine import DecodeEngine
+
+WHOLE = 4096
+"""More tokens than a sequence has."""
+
+_Engine = TypeVar("_Engine", bound=DecodeEngine)
+
+
+def engine_of(
+    kind: type[_Engine],
+    *,
+    mode: str,
+    guesses: int = 0,
+    **config: Any,  # noqa: ANN401 - of `kind`
+) -> _Engine:
+    """An engine of a hybrid model.
+
+    Args:
+        kind: of the engine.
+        mode: "none", one slot for the whole sequence; "align", a slot for each block of tokens, of
+            which the last is kept; "all", which keeps each.
+        guesses: tokens that it guesses in a step.
+        config: further arguments of `kind`.
+    """
+    plain = nixl_worker._spec
+    tokens = WHOLE if mode == "none" else 16
+
+    def spec(*args: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
+        made = plain(*args)
+        if not isinstance(made, MambaSpec):
+            return made
+        return dataclasses.replace(
+            made, block_size=tokens, num_speculative_blocks=guesses, mamba_cache_mode=mode
+        )
+
+    def largest(scheduler: type[Scheduler], **words: Any) -> Scheduler:  # noqa: ANN401 - see above
+        return scheduler(**words | {"block_size": tokens})  # as the engine core chooses it
+
+    with (
+        mock.patch.object(nixl_worker, "_spec", spec),
+        mock.patch.object(decode_engine, "Scheduler", partial(largest, Scheduler)),
+        mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
+    ):
+        return kind(groups=("full", "mamba"), **config)

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All releases: a prompt that is received whole comes with all that its last token looks at.
+
+What is loaded counts as computed, so layers that look back over a window get no block for what the
+token *after* the prompt does not see; and P gives such blocks up before it names those to read.
+But D computes the last token of the prompt once more, for its logits, and it sees one token more.
+Where that one is the last of its block, on stock the layers read the null block in its place.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import pulls
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
+    connectors_in,
+    transfers_with_nixl,
+)
+
+if TYPE_CHECKING:
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+def allocate_slots(
+    scheduler: Scheduler,
+    request: Request,
+    num_new_tokens: int,
+    *,
+    num_new_computed_tokens: int,
+    num_external_computed_tokens: int,
+    delay_cache_blocks: bool,
+    **more: Any,  # noqa: ANN401 - as the release has it
+) -> KVCacheBlocks | None:
+    """Give a request that waits its slots, as `KVCacheManager.allocate_slots` does.
+
+    Where it would lose a token so, a load of the whole prompt takes the slots of a load of all but
+    the last token, and of that token. These are the same but for the block of that one.
+    """
+    end = num_new_computed_tokens + num_external_computed_tokens
+    if (
+        delay_cache_blocks
+        and end == request.num_tokens
+        and num_external_computed_tokens > 1
+        and _loses_a_token(scheduler, end)
+        and not _has_states(scheduler)
+        and _pulls(_loader(scheduler, request))
+    ):
+        num_external_computed_tokens -= 1
+        num_new_tokens += 1
+    return scheduler.kv_cache_manager.allocate_slots(
+        request,
+        num_new_tokens,
+        num_new_computed_tokens=num_new_computed_tokens,
+        num_external_computed_tokens=num_external_computed_tokens,
+        delay_cache_blocks=delay_cache_blocks,
+        **more,
+    )
+
+
+def remove_skipped_blocks(scheduler: Scheduler, request_id: str, **counts: int) -> None:
+    """Give up what a finished request does not look at, as `KVCacheManager` does.
+
+    If KV is transferred for it, that is what the last token of its prompt does not look at: of a
+    request whose client has left, that may still be read into. Of `counts` the first is that of
+    the tokens computed; releases call it by different names.
+    """
+    request = scheduler.requests.get(request_id)
+    if request is not None and _is_transferred(scheduler, request):
+        name = next(iter(counts))
+        counts[name] = min(counts[name], request.num_prompt_tokens - 1)
+    scheduler.kv_cache_manager.remove_skipped_blocks(request_id=request_id, **counts)
+
+
+def _is_transferred(scheduler: Scheduler, request: Request) -> bool:
+    return (
+        bool(request.kv_transfer_params)
+        and not _has_states(scheduler)
+        and any(map(_pulls, connectors_in(scheduler.connector)))
+    )
+
+
+def _loses_a_token(scheduler: Scheduler, end: int) -> bool:
+    """Whether the last of `end` tokens looks into a block that the next one does not look into.
+
+    Not where the last token begins a block: that would no longer count as one that is loaded.
+    """
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    return any(
+        one.get_num_skipped_tokens(end) // one.block_size
+        > one.get_num_skipped_tokens(end - 1) // one.block_size
+        for one in managers
+    ) and all((end - 1) % one.block_size for one in managers)
+
+
+def _has_states(scheduler: Scheduler) -> bool:
+    """Whether there are states, of which P computes and NIXL reads all but the last token."""
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+
+
+def _loader(scheduler: Scheduler, request: Request) -> object:
+    """Return the connector that loads for a request: of several, the one that was chosen."""
+    connector: Any = scheduler.connector
+    chosen = getattr(connector, "_requests_to_connector", None)
+    number = chosen.get(request.request_id) if isinstance(chosen, dict) else None
+    return connector if number is None else connector._connectors[number]
+
+
+def _pulls(connector: Any) -> bool:  # noqa: ANN401 - of any kind
+    """Whether a connector is NIXL's, and D reads from P."""
+    part = getattr(connector, "connector_scheduler", None)
+    return part is not None and transfers_with_nixl(connector) and pulls(part)
