@@ -96,7 +96,9 @@ def tests(session: nox.Session) -> None:
     install(session, "tests")
     if not session.posargs:
         side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "worksteal")
-        session.run("python", "-m", "pytest", *side_by_side, "tests/scripts")
+        # A wheel of a release is large, and hundreds of tests make one.
+        tidy = ("-o", "tmp_path_retention_policy=failed")
+        session.run("python", "-m", "pytest", *side_by_side, *tidy, "tests/scripts")
     command(session, group="tests")
 
 
@@ -144,7 +146,7 @@ def upstream_tests(session: nox.Session) -> None:
 
 @nox.session
 def soak(session: nox.Session) -> None:
-    """Drive the receive's state machine for 100,000 steps, stock and patched."""
+    """Send hostile clients and peers by the thousand: nox -s soak -- [RELEASE] [--part PART]."""
     command(session)
 
 

@@ -1,8 +1,8 @@
 """What was carried, proven in a copy of this repository, and then put into place.
 
-The copy is a whole patch set: the patches, the declaration, the registry and the documents. Lint
-and the regression tests run there, as they would here. Until both have passed nothing here
-changes; then each file is replaced in one step, patches of later releases first, so that those
+The copy is a whole patch set: the patches, the declaration, the registry and the documents. Lint,
+the regression tests and the simulation run there, as they would here. Until all have passed nothing
+here changes; then each file is replaced in one step, patches of later releases first, so that those
 that are carried have at each moment what they had, and the declaration that names the release
 comes last. A landing that was killed goes on with `nox -s rebase -- --continue`.
 """
@@ -53,8 +53,9 @@ def prove_in_copy(state: State, repository: Repository, commits: dict[str, str])
         commits: The carried fixes there, oldest first.
 
     Raises:
-        CheckFailedError: What was carried is not what the registry says that the release needs, or
-            lint or the regression tests fail; nothing here was changed.
+        CheckFailedError: What was carried is not what the registry says that the release needs,
+            lint or the regression tests fail, or the simulation finds what stock does not show;
+            nothing here was changed.
         PatchDoesNotApplyError: The commits cannot be applied in the order of the registry.
     """
     registry = load_registry()
@@ -82,6 +83,7 @@ def prove_in_copy(state: State, repository: Repository, commits: dict[str, str])
     _run("edit", "--restamp")
     _run("lint")
     _run("regressions", state.release)
+    _run("simulate", state.release)
 
 
 def _check_needed(release: str, commits: Collection[str], registry: Registry) -> None:
@@ -203,7 +205,7 @@ def _run(tool: str, *words: str) -> None:
         raise CheckFailedError(
             f"{tool} failed on what was carried (exit code {result.returncode}, see above); "
             "nothing was changed",
-            expected="what lint and the regression tests accept",
+            expected="what lint, the regression tests and the simulation accept",
             next_step=f"amend the fix's commit in {tree}, or correct the overlay, "
             "patches/fixes.toml or the tests here; then: nox -s rebase -- --continue",
         )

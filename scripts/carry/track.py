@@ -135,7 +135,7 @@ def _commit(repository: Repository, parent: str, release: str) -> None:
     repository.run("add", "--all", "--", *paths, "README.md", "pyproject.toml")
     repository.run(
         "commit", "--quiet", "-m",
-        f"Carry the fixes to vLLM {release}: lint and regression tests have proven them",
+        f"Carry the fixes to vLLM {release}: linted, proven and simulated",
         env=identity(load_registry().author, date),
     )  # fmt: skip
 

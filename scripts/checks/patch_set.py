@@ -28,6 +28,11 @@ from scripts.upstream_tests import later
 
 _AT_A_TIME = max(1, min(4, os.cpu_count() or 1))  # mypy takes 1 GB for a release
 
+_KEPT = re.compile(r'(?:(?:__dict__|vars\(\w+\))\.setdefault\(\s*|known\[)"(_\w+)"')
+"""What a module keeps on an object of vLLM's; `known` is such an object's `__dict__`."""
+
+_SET = re.compile(r"self\.(_\w+)\b[^=\n]*=[^=]")
+
 
 def patch_set_faults() -> Iterator[str]:
     """Yield everything that is wrong with patches, registry and documents."""
@@ -63,6 +68,7 @@ def patch_set_faults() -> Iterator[str]:
         for path in sorted(OVERLAY.rglob("*.py"))
         if path.relative_to(ROOT).as_posix() not in used
     )
+    yield from _kept_names(every)
     yield from _modules({series.release: series.patches for series in every})
     yield from _documents(registry)
     _report(every, registry)
@@ -132,6 +138,23 @@ def _application(series: Series, registry: Registry) -> Iterator[str]:
         if missing:
             yield f"{release}: {path}: no notice near its top names {', '.join(missing)}"
     yield from typecheck(release, stamped, overlay_files(series.patches))
+
+
+def _kept_names(every: Sequence[Series]) -> Iterator[str]:
+    """What modules keep on vLLM's objects has names that nobody else uses for something else."""
+    kept: dict[str, list[str]] = {}
+    for path in sorted(OVERLAY.rglob("*.py")):
+        for name in sorted(set(_KEPT.findall(path.read_text(encoding="utf-8")))):
+            kept.setdefault(name, []).append(path.relative_to(ROOT).as_posix())
+    for name, modules in kept.items():
+        if len(modules) > 1:
+            yield f"{' and '.join(modules)}: keep {name} on vLLM's objects, each its own"
+    for series in every:
+        for touched in sorted({name for patch in series.patches for name in patch.files}):
+            own = set(_SET.findall(read_source(series.release, touched)))
+            for name in sorted(own & kept.keys()):
+                where = f"{touched} of {series.release}"
+                yield f"{kept[name][0]}: keeps {name} on vLLM's objects, and so does {where}"
 
 
 def _modules(patches: Mapping[str, Sequence[Patch]]) -> Iterator[str]:

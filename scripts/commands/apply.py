@@ -16,17 +16,17 @@ The wheel goes to dist/ (or --out DIR) under the source's own tags; its version 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import quote
 
 from rich.markup import escape
-from rich.table import Table
 
+from scripts.patchset.choice import ALWAYS
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import DIST, project
-from scripts.ship.difference import write_difference
 from scripts.ship.layer import ROOT_IN_IMAGE
 from scripts.system.console import entry, out, parser_of
 from scripts.wheel.build import build_wheel, own_wheel
@@ -40,9 +40,9 @@ def main() -> None:
     """Build what the command line asks for."""
     options = _arguments()
     registry = load_registry()
-    target = _chosen(Target.named(options.release), options, registry)
+    target = _chosen(Target.named(options.release, registry), options, registry)
     if options.list:
-        _list(target, registry)
+        _list(target, registry, options.only or ())
         return
     if options.tree is not None:
         _apply_to_tree(options.tree, target, registry)
@@ -90,7 +90,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def _ids(text: str) -> list[str]:
-    return [part.strip().upper() for part in text.split(",") if part.strip()]
+    ids = [part.strip().upper() for part in text.split(",") if part.strip()]
+    if not ids:  # as of a variable that is not set
+        raise argparse.ArgumentTypeError("it names no fix; --list says which there are")
+    return ids
 
 
 def _chosen(target: Target, options: argparse.Namespace, registry: Registry) -> Target:
@@ -99,13 +102,19 @@ def _chosen(target: Target, options: argparse.Namespace, registry: Registry) -> 
     return target if options.without is None else target.lacking(options.without, registry)
 
 
-def _list(target: Target, registry: Registry) -> None:
-    """Say of every fix whether it would be in, and why."""
+def _list(target: Target, registry: Registry, named: Sequence[str]) -> None:
+    """Say of every fix whether it would be in, and why; `named` are those of --only."""
+    from rich.table import Table  # this and what a layer takes: a wheel is written without
+
     inside = target.series.fix_ids
     table = Table("fix", "without it", "", "why", title=f"vLLM {target.release}")
     for fix in registry.fixes.values():
         needing = [other for other in inside if fix.id in registry.fix(other).depends_on]
-        if fix.id in inside:
+        if fix.id == ALWAYS and fix.id in inside:
+            why = "in every build"
+        elif fix.id in named:
+            why = "chosen"
+        elif fix.id in inside:
             why = f"needed by {', '.join(needing)}" if needing else "the release has the defect"
         elif fix.needed_on(target.release):
             why = "not chosen"
@@ -120,6 +129,8 @@ def _list(target: Target, registry: Registry) -> None:
 def _difference(
     target: Target, source: Path, digest: str, registry: Registry, options: argparse.Namespace
 ) -> None:
+    from scripts.ship.difference import write_difference
+
     made = write_difference(target, source, digest, registry, options.out, options.root)
     verb = "wrote" if made.written else "nothing has changed: there already is"
     for path in (made.installer, made.layer):

@@ -12,8 +12,8 @@ whose tests pass there is not carried. The others start from the nearest release
 whichever has more hunks that apply exactly; a fix that has no patch there, or collides, comes from
 the other side if it is carried from that. They are merged three ways, one commit each, in a
 worktree below `.work/rebase/`. Where a person has to look it stops there. What was carried is
-exported into a copy of this repository, linted and proven by the regression tests there, and only
-then put into place here.
+exported into a copy of this repository, linted, proven by the regression tests and simulated there,
+and only then put into place here.
 
 `--upstream URL-or-path` takes the releases from a clone of vLLM with its tags rather than from the
 pinned sdists; its history then tells which commits name a fix's pull request. The proof is the

@@ -6,17 +6,22 @@ the cache what identifies a prompt. Clients come and leave, reads are slow or fa
 are late, engines restart. docs/simulation.md says what is checked after every step, what has been
 found, and what is not simulated.
 
-What is found is shrunk and printed as a timeline. What a patched build shows and stock does not, in
-the same history, is a fault; what both show is open, and named.
+What is found is shrunk and printed as a timeline, and drawn as one (reports/*.svg). What a patched
+build shows and stock does not, in the same history, is a fault; what both show is open, and named.
+
+With `--requests N` the same engines serve N requests, with failures of every kind, and every table
+that grows meanwhile is named. A table of a patched build of which nobody knows why is a fault.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from scripts.project import project, supported_release
-from scripts.prove.simulation import SIDES, Side, simulate
+from scripts.prove.simulation import SIDES, Life, Side, drawn, live, simulate, why
 from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 
@@ -34,7 +39,19 @@ def main() -> None:
     parser.add_argument("--history", help="this one only, by the seed that was printed")
     parser.add_argument("--first", help="end a side when it shows something like this (regex)")
     parser.add_argument("--timelines", action="store_true", help="print those of stock as well")
+    parser.add_argument("--requests", type=int, help="one life of engines, with so many requests")
+    parser.add_argument(
+        "--without", action="append", default=[], help="with --requests: events that do not happen"
+    )
     options = parser.parse_args()
+    releases = [supported_release(release) for release in options.release]
+    asked = [options.side] if options.side else SIDES
+    if options.requests:
+        words = ["--requests", str(options.requests), "--seed", options.seed]
+        for event in options.without:
+            words += ["--without", event]
+        _live(releases, asked, words)
+        return
     words = ["--steps", str(options.steps), "--seed", options.seed]
     for profile in options.profile:
         words += ["--profile", profile]
@@ -43,11 +60,12 @@ def main() -> None:
     if options.first:
         words += ["--first", options.first]
     faults: list[str] = []
-    for release in map(supported_release, options.release):
-        sides = simulate(release, [options.side] if options.side else SIDES, words)
-        for side in sides:
+    for release in releases:
+        for side in simulate(release, asked, words):
             out.print(_table(release, side))
+            pictures = drawn(release, side)
             for label, row in side.findings.items():
+                err.print(f"drawn in {pictures[label]}: {label}", markup=False, soft_wrap=True)
                 if options.timelines or label in side.own:
                     err.print(f"\n{release}, {side.name}: {label}", markup=False)
                     err.print(f"{row['setting']}\n{row['timeline']}", markup=False, soft_wrap=True)
@@ -58,6 +76,39 @@ def main() -> None:
             expected="nothing that the same history does not show on stock",
             next_step="read the timelines above; reports/ has the shrunk histories",
         )
+
+
+def _live(releases: Sequence[str], sides: Sequence[str], words: Sequence[str]) -> None:
+    """Let engines serve requests, and print what grows."""
+    faults = []
+    for release in releases:
+        for life in live(release, sides, words):
+            out.print(_grown(release, life))
+            counts = {"events": life.events, "ends": life.ends, "found": life.found}
+            for what, counted in counts.items():
+                said = ", ".join(f"{number} {name}" for name, number in counted.items())
+                out.print(f"{what}: {said or 'none'}", markup=False)
+            if life.name == "patched":
+                faults += [f"{release}: {table} grows" for table in life.unexplained]
+                faults += [f"{release}: {label}" for label in life.found]
+    if faults:
+        raise CheckFailedError(
+            f"a patched build does not end as it began: {'; '.join(faults)}",
+            expected="no table that grows, but those of `GROWS` in scripts/prove/simulation.py",
+            next_step="reports/ has the sizes; leave events out with --without until it is flat",
+        )
+
+
+def _grown(release: str, life: Life) -> Table:
+    first, last = life.memory
+    title = (
+        f"{release}, {life.name}: {life.requests} requests, {life.steps} steps, "
+        f"{life.seconds:.0f} s; memory blocks of Python from {first} to {last}"
+    )
+    table = Table("what grows", "most in the 1st quarter", "least in the last", "why", title=title)
+    for name, (most, least) in life.growing.items():
+        table.add_row(*map(escape, (name, str(most), str(least), why(name) or "nobody knows")))
+    return table
 
 
 def _table(release: str, side: Side) -> Table:

@@ -36,6 +36,19 @@ def logic_in_hooks(before: str, after: str) -> list[tuple[int, str]]:
     ]
 
 
+_LOGIC = (
+    ast.Lambda,
+    ast.IfExp,
+    ast.BoolOp,
+    ast.BinOp,
+    ast.Compare,
+    ast.ListComp,
+    ast.SetComp,
+    ast.DictComp,
+    ast.GeneratorExp,
+)
+
+
 class _Allowed(ast.NodeVisitor):
     """Collects the lines that are hooks, of those in `added`."""
 
@@ -80,7 +93,7 @@ class _Allowed(ast.NodeVisitor):
         self.generic_visit(node)
 
     def visit_If(self, node: ast.If) -> None:
-        if _is_call(node.test) and not node.orelse and all(map(_leaves, node.body)):
+        if self._is_call(node.test) and not node.orelse and all(map(_leaves, node.body)):
             self._allow(node)
         self.generic_visit(node)
 
@@ -94,31 +107,32 @@ class _Allowed(ast.NodeVisitor):
         self._statement(node, node.value)
 
     def _statement(self, node: ast.stmt, value: ast.expr | None) -> None:
-        if value is not None and _is_call(value):
+        if value is not None and self._is_call(value):
             self._allow(node)
         else:
             self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         # A call that starts on an added line, or an argument handed to one of upstream's calls.
-        if self.upstream and node.lineno in self.added and _is_call(node):
+        if self.upstream and node.lineno in self.added and self._is_call(node):
             self._allow(node)
         for argument in (*node.args, *(keyword.value for keyword in node.keywords)):
             if self.upstream and isinstance(argument, ast.Name | ast.Attribute | ast.Constant):
                 self._allow(argument)
         self.generic_visit(node)
 
+    def _is_call(self, value: ast.expr) -> bool:
+        """Whether it is a call, awaited or negated at the most, without logic of our own."""
+        while isinstance(value, ast.Await | ast.UnaryOp | ast.YieldFrom):
+            value = value.operand if isinstance(value, ast.UnaryOp) else value.value or value
+        return isinstance(value, ast.Call) and not any(
+            isinstance(node, _LOGIC) and self.added.intersection(_lines(node))
+            for node in ast.walk(value)
+        )
+
 
 def _lines(node: ast.expr | ast.stmt) -> range:
     return range(node.lineno, (node.end_lineno or node.lineno) + 1)
-
-
-def _is_call(value: ast.expr) -> bool:
-    """Whether `value` is a call, awaited or negated at the most, of plain names and values."""
-    while isinstance(value, ast.Await | ast.UnaryOp | ast.YieldFrom):
-        value = value.operand if isinstance(value, ast.UnaryOp) else value.value or value
-    logic = ast.Lambda | ast.IfExp | ast.BoolOp | ast.BinOp | ast.Compare | ast.comprehension
-    return isinstance(value, ast.Call) and not any(isinstance(n, logic) for n in ast.walk(value))
 
 
 def _is_constant(value: ast.expr | None) -> bool:

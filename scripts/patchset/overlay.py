@@ -31,6 +31,7 @@ _SCOPE = re.compile(
     r"|(?P<first>\d\S*) to (?P<last>\d\S*)): (?P<rest>\S.*)"
 )
 _IMPORT = re.compile(r"import [\w.]+|from [\w.]+ import ")
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold statements
 _NOTICE = "# Modified by vllm-kvfix (Apache-2.0, section 4(b)): "
 
 
@@ -104,11 +105,15 @@ def _code(line: str) -> str:
 def imported_modules(tree: ast.AST) -> list[str]:
     """Return each imported module; `from a import b` gives a and a.b, as b may be a module."""
     names: list[str] = []
-    for node in ast.walk(tree):
+    pending = [tree]
+    while pending:
+        node = pending.pop()
         if isinstance(node, ast.Import):
             names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
             names += [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        for block in _BLOCKS:  # no import lies in an expression, which most nodes are
+            pending += getattr(node, block, ())
     return names
 
 

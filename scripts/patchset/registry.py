@@ -67,6 +67,10 @@ class Unpatched:
     tests: Sequence[str] = ()
     closed_by: str = ""
 
+    def holds(self, release: str) -> bool:
+        """Whether `release` is one of them."""
+        return _includes(self.releases, release)
+
 
 @dataclass(frozen=True)
 class LaterTest:
@@ -166,6 +170,8 @@ class Fix:
     `wire_compat` says what changes between engines: `none`, `compatible: ` and what stock peers
     skip, or `breaks: ` and what they would misread; only then may the handshake's hash change.
     `tests` are pytest node ids that fail on an affected stock release and pass on a patched one.
+    `security` goes on after "A client can", and is empty where the defect is no matter of security;
+    `security_action` is what the operator of a patched build still has to do against that.
     """
 
     id: str
@@ -189,6 +195,8 @@ class Fix:
     spared: tuple[Spared, ...] = ()
     unpatched: tuple[Unpatched, ...] = ()
     forward_tests: tuple[LaterTest, ...] = ()
+    security: str = ""
+    security_action: str = ""
 
     @property
     def name(self) -> str:
@@ -230,14 +238,12 @@ class Fix:
     def _row_on(self, release: str) -> Unpatched | None:
         """Return what says that `release`, which has the defect, gets no patch."""
         whole = (one for one in self.unpatched if not one.tests)
-        rows = (one for one in whole if _includes(one.releases, release))
+        rows = (one for one in whole if one.holds(release))
         return next(rows, None) if self.affects(release) else None
 
     def left_open_on(self, release: str) -> tuple[str, ...]:
         """Return those of our tests that say nothing of `release`, which has a patch otherwise."""
-        return tuple(
-            test for one in self.unpatched if _includes(one.releases, release) for test in one.tests
-        )
+        return tuple(test for one in self.unpatched if one.holds(release) for test in one.tests)
 
 
 @dataclass(frozen=True)
@@ -374,7 +380,7 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
         faults.append(f"fix {name}: {error}")
         return None
     texts = {field for field, kind in kinds.items() if kind is str}
-    empty = {"upstream_pr", "fixed_in"}
+    empty = {"upstream_pr", "fixed_in", "security", "security_action"}
     faults += [f"fix {name}: {f} is empty" for f in sorted(texts - empty) if not getattr(fix, f)]
     # They become trailers, which end with their line.
     lines = {field: getattr(fix, field) for field in sorted(texts - _PARAGRAPHS)}
@@ -390,6 +396,8 @@ def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
         faults.append(f"fix {name}: upstream-status is none of {', '.join(STATUSES)}")
     if fix.wire_compat != WIRE[0] and not fix.wire_compat.startswith(WIRE[1:]):
         faults.append(f"fix {name}: wire-compat is not `none`, `compatible: …` or `breaks: …`")
+    if fix.security_action and not fix.security:
+        faults.append(f"fix {name}: security-action without security")
     if fix.upstream_pr and not fix.upstream_url:
         faults.append(f"fix {name}: upstream-pr is not of the form owner/repository#number")
     try:

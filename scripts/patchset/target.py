@@ -32,24 +32,24 @@ class Target:
     choice: str = ""
 
     @classmethod
-    def of(cls, release: str) -> Target:
-        """Return the target `release`, given in its normal form.
+    def of(cls, release: str, registry: Registry | None = None) -> Target:
+        """Return the target `release`, given in its normal form; `registry` if it was read before.
 
         Raises:
             NotLockedError: The release is not pinned.
             NotCarriedError: The fixes were not carried to it.
             RegistryError: The lock, the registry or one of its patches is malformed.
         """
-        return cls(locked_release(release), load_series(release))
+        return cls(locked_release(release), load_series(release, registry))
 
     @classmethod
-    def named(cls, text: str) -> Target:
+    def named(cls, text: str, registry: Registry | None = None) -> Target:
         """Return the target that a command line names, in any spelling of PEP 440.
 
         Raises:
             UnknownReleaseError: kvfix supports no such release. And what `of` raises.
         """
-        return cls.of(supported_release(text))
+        return cls.of(supported_release(text), registry)
 
     def having(self, ids: Collection[str], registry: Registry) -> Target:
         """Return the same release with the fixes `ids` alone, and what they depend on.

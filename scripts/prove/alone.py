@@ -1,8 +1,9 @@
 """What each fix did alone, on record: a session runs it again only where its key does not hold.
 
-`records/proofs/<release>.json` keeps it beside the fix's other sides: the key of the run, and which
-tests passed; all others failed. Only a run without a fault is put there, so that there was no third
-thing, and only one of the tests of all fixes. The verdict is made anew each time.
+`records/proofs/<release>.json` keeps it beside the fix's other sides: the key of the run for each
+fix whose tests were run, and which tests passed; all others failed. So a new fix costs a run of its
+own tests beside each other one, and not of all. Only runs without a fault are put there, so that
+there was no third thing, and only of the tests of all fixes. The verdict is made anew each time.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Alone:
     """What a fix did alone.
 
     Attributes:
-        inputs: The key of the run.
+        inputs: By each fix whose tests were run, the key of their run.
         passed: The tests that passed; a file or a function stands for all of its tests.
     """
 
-    inputs: str
+    inputs: Mapping[str, str]
     passed: tuple[str, ...]
 
     def outcomes(self, nodes: Iterable[str]) -> Outcomes:
@@ -39,23 +40,24 @@ class Alone:
         }
 
 
-def keys_alone(release: str, registry: Registry) -> dict[str, str]:
-    """Return today's key of each fix alone, by fix, for the tests of all that concern `release`."""
+def keys_alone(release: str, registry: Registry) -> dict[str, dict[str, str]]:
+    """Return, by fix, today's key of it alone for the tests of each fix that concerns `release`."""
     fixes = [fix for fix in registry.fixes.values() if fix.closed_by(release)]
+    affecting = [fix for fix in fixes if fix.affects(release)]
     series = load_series(release, registry)
     return {
-        one: inputs_alone(release, series.only([one], registry), fixes)
+        one: inputs_alone(affecting, release, series.only([one], registry))
         for one in sorted({fix.closed_by(release) for fix in fixes} & {*series.fix_ids})
     }
 
 
-def held(release: str, keys: Mapping[str, str]) -> dict[str, Alone]:
-    """Return, by fix, what is on record under the key that `keys` has for it."""
+def held(release: str, keys: Mapping[str, Mapping[str, str]]) -> dict[str, Alone]:
+    """Return, by fix, what is on record of it alone under a key that `keys` has."""
     found = {}
     for fix_id, sides in document_of(release).items():
-        entry = sides.get(SIDE)
-        if entry is not None and entry["inputs"] == keys.get(fix_id):
-            found[fix_id] = Alone(entry["inputs"], tuple(entry["passed"]))
+        if SIDE in sides and fix_id in keys:
+            inputs = dict(sides[SIDE]["inputs"].items() & keys[fix_id].items())
+            found[fix_id] = Alone(inputs, tuple(sides[SIDE]["passed"]))
     return found
 
 

@@ -179,7 +179,7 @@ def make_venv(folder: Path) -> None:
     """Make an empty virtual environment of this Python in `folder`, whatever was there."""
     shutil.rmtree(folder, ignore_errors=True)
     if uv := shutil.which("uv"):
-        run([uv, "venv", "--quiet", "--python", sys.executable, folder])
+        run([uv, "venv", "--quiet", "--seed", "--python", sys.executable, folder])
     else:
         run([sys.executable, "-m", "venv", folder])
 

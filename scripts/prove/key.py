@@ -39,32 +39,31 @@ def inputs(fix: Fix, release: str, side: Side) -> str:
         PatchDoesNotApplyError: A patch does not fit the release; of the patched side only.
         SyntaxError: A test, or what it imports, is no Python.
     """
-    parts = [
-        load_lock()[release].sdist.sha256,
-        _settings(release),
-        *fix.left_open_on(release),
-        tests_hash(fix),
-    ]
+    parts = _tested(fix, release)
     if side == "patched":
         parts.append(_patched(release))
     return _hash("\n".join(parts))
 
 
-def inputs_alone(release: str, patches: tuple[Patch, ...], fixes: Iterable[Fix]) -> str:
-    """Return the key of a run of the tests of all `fixes` on `release` with `patches` alone.
+def inputs_alone(fixes: Iterable[Fix], release: str, patches: tuple[Patch, ...]) -> dict[str, str]:
+    """Return, by fix, the key of a run of its tests on `release` with `patches` alone.
 
     Raises:
         PatchDoesNotApplyError: A patch does not fit the release without those that are left out.
         SyntaxError: A test, or what it imports, is no Python.
     """
-    tests = (f"{tests_hash(fix)} {' '.join(fix.left_open_on(release))}" for fix in fixes)
-    parts = [
+    patched = _with(release, patches)
+    return {fix.id: _hash("\n".join([*_tested(fix, release), patched])) for fix in fixes}
+
+
+def _tested(fix: Fix, release: str) -> list[str]:
+    """Return what a run of the tests of `fix` on `release` stands for, but for patches."""
+    return [
         load_lock()[release].sdist.sha256,
         _settings(release),
-        *sorted(tests),
-        _with(release, patches),
+        *fix.left_open_on(release),
+        tests_hash(fix),
     ]
-    return _hash("\n".join(parts))
 
 
 def tests_hash(fix: Fix) -> str:

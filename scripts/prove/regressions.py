@@ -63,7 +63,7 @@ class ReleaseVerdict:
         faults: Those that belong to no single fix.
         alone: By each fix that was run alone, the outcomes that were judged; None where they are
             not to be kept.
-        taken: The fixes whose outcomes alone were taken from the record.
+        taken: The fixes whose outcomes alone were all taken from the record.
     """
 
     release: str
@@ -83,7 +83,7 @@ def prove_release(
         release: In its normal form.
         fixes: Whose tests are run, and which are run alone.
         registry: All fixes.
-        held: By fix, what is taken from the record instead of a run of it alone.
+        held: By fix, what is taken from the record instead of a run of it alone, or of a part.
     """
     series = Target.of(release).series
     environment = Environment(release).make()
@@ -92,15 +92,19 @@ def prove_release(
     sides = {"stock": None, "patched": patched}
     folder = ROOT / ".nox" / f"alone-{release}"
     try:
+        affecting = [fix for fix in fixes if fix.affects(release)]
+        missing = {
+            one: [fix for fix in affecting if one not in held or fix.id not in held[one].inputs]
+            for one in sorted({fix.closed_by(release) for fix in fixes} & {*series.fix_ids})
+        }
         alone = {
             one: environment.shadow(folder / one, series.only([one], registry))
-            for one in sorted({fix.closed_by(release) for fix in fixes} & {*series.fix_ids})
-            if one not in held
+            for one, unknown in missing.items()
+            if unknown
         }
         err.print(f"{release}: stock, patched, and {len(alone)} fixes alone, two at a time ...")
         runs = {name: Run(_files(fixes), shadow) for name, shadow in sides.items()}
-        having = _files([fix for fix in fixes if fix.affects(release)])
-        runs.update((name, Run(having, shadow)) for name, shadow in alone.items())
+        runs.update((one, Run(_files(missing[one]), shadow)) for one, shadow in alone.items())
         asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]
         outcomes, answers = run_together(environment, runs, *asking)
     finally:
@@ -108,27 +112,29 @@ def prove_release(
     identities = {
         side: _identity(side, answer) for side, answer in zip(sides, answers, strict=True)
     }
-    nodes = {*outcomes["stock"], *outcomes["patched"]}
+    for one, unknown in missing.items():
+        known = [fix for fix in affecting if fix not in unknown]
+        nodes = {n for fix in known for n in of_fix(fix, release, outcomes["stock"])}
+        if known:
+            outcomes[one] = held[one].outcomes(nodes) | outcomes.get(one, {})
     verdicts = []
     ran: dict[str, Outcomes | None] = {}
-    taken = held.keys() & {fix.closed_by(release) for fix in fixes}
     for fix in fixes:
         closing = fix.closed_by(release)
-        on_record = closing in taken
         verdict = Verdict(
             fix=fix.id,
             affected=fix.affects(release),
             stock=of_fix(fix, release, outcomes["stock"]),
             patched=of_fix(fix, release, outcomes["patched"]),
-            alone=held[closing].outcomes(nodes) if on_record else outcomes.get(closing, {}),
-            on_record=on_record,
+            alone=outcomes.get(closing, {}),
+            on_record=closing in missing and closing not in alone,
         )
         verdict.faults += _faults(verdict, fixes, release, registry)
         verdicts.append(verdict)
         if closing in alone:
             ran[closing] = _sound(verdict, outcomes["stock"], fixes, release, registry)
     split = list(_split(identities, registry, series))
-    return ReleaseVerdict(release, verdicts, identities, split, ran, taken)
+    return ReleaseVerdict(release, verdicts, identities, split, ran, missing.keys() - alone.keys())
 
 
 def _files(fixes: list[Fix]) -> list[str]:

@@ -1,27 +1,44 @@
 """P and D as wholes under a simulation: tests/simulation, in the environment of a release.
 
 What one side shows is played once more on the other: a patched build must show nothing that stock
-does not show as well.
+does not show as well. And of one life of engines, with thousands of requests, it must keep nothing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from scripts.patchset.series import load_series
-from scripts.project import REPORTS
+from scripts.project import REPORTS, ROOT
 from scripts.prove.environment import Environment, stage
+from scripts.prove.timeline import as_svg
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 
 SIDES = ("stock", "patched")
 _LIMIT = 6.25 * 3600.0  # seconds for a side
+
+GROWS = {
+    "connector.claims._claims": "K11: a claim for each request read, up to 131,072",
+    "book._read": "K20: who has read, up to 65,536",
+    "fix_counts.py _counts": "K21: a count for each reason, until somebody takes it",
+    "single_type_managers[].new_block_ids": "stock's: each block that was given out",
+    "worker._remote_agents": "stock's: a P that comes back under another id",
+    "worker.dst_num_blocks": "stock's: the same",
+    "worker.dst_xfer_side_handles": "stock's: the same",
+    "worker.kv_caches_base_addr": "stock's: the same",
+    "worker.transfer_topo._engines": "stock's: the same",
+    "worker._remote_registration_generations": "stock's: the same",
+    "memory blocks of Python": "what is named above, and what holds it",
+}
+"""Tables, by how their names end, of which it is known that they grow, and why."""
 
 Row = Mapping[str, Any]
 """What is written of a finding, and at the end; see tests/simulation/__main__.py."""
@@ -63,14 +80,8 @@ def simulate(release: str, sides: Sequence[str], arguments: Sequence[str]) -> li
     Raises:
         CheckFailedError: The simulation itself ended in an error.
     """
-    environment = Environment(release).make()
-    environment.install(environment.stock)
-    folder = environment.folder.parent / f"simulate-{release}"
-    REPORTS.mkdir(exist_ok=True)
-    try:
-        shadow = environment.shadow(folder, load_series(release).patches)
-        places: dict[str, Path | None] = {"stock": None, "patched": shadow}
-        played = []
+    played = []
+    with _both(release) as (environment, places):
         for name in sides:
             report = REPORTS / f"simulate-{release}-{name}.jsonl"
             _start(environment, places[name], report, arguments)
@@ -81,7 +92,111 @@ def simulate(release: str, sides: Sequence[str], arguments: Sequence[str]) -> li
                 rows = map(json.loads, replayed.read_text(encoding="utf-8").splitlines())
                 side.elsewhere = {row["of"]: row["label"] for row in rows}
             played.append(side)
-        return played
+    return played
+
+
+def drawn(release: str, side: Side) -> dict[str, Path]:
+    """Draw what was found on a side; nothing stays of those that were drawn before.
+
+    Returns:
+        label -> where its picture is, below the root of the repository.
+    """
+    name = f"simulate-{release}-{side.name}"
+    for old in REPORTS.glob(f"{name}-*.svg"):
+        old.unlink()
+    pictures = {}
+    for number, (label, row) in enumerate(side.findings.items(), 1):
+        path = REPORTS / f"{name}-{number}.svg"
+        title = f"vLLM {release}, {side.name}: {label} ({row['seed']})"
+        path.write_text(as_svg(title, row["columns"], row["lines"]), encoding="utf-8")
+        pictures[label] = path.relative_to(ROOT)
+    return pictures
+
+
+@dataclass
+class Life:
+    """What was seen of one life of engines on a side of a release.
+
+    Attributes:
+        requests, steps, seconds: how much they served, and how long that took.
+        growing: table -> the most entries in its first quarter, the fewest in its last.
+        memory: blocks that Python had given out at the first measurement, and at the last.
+        events, ends, found: how often each kind of event was played, requests ended in each way,
+            and something was not as it has to be.
+    """
+
+    name: str
+    requests: int
+    steps: int
+    seconds: float
+    growing: dict[str, tuple[int, int]]
+    memory: tuple[int, int]
+    events: dict[str, int]
+    ends: dict[str, int]
+    found: dict[str, int]
+
+    @property
+    def unexplained(self) -> list[str]:
+        """The tables that grow, and nobody knows why."""
+        return [table for table in self.growing if why(table) is None]
+
+
+def why(table: str) -> str | None:
+    """Say why a table grows; None if that is not known."""
+    return next((why for end, why in GROWS.items() if table.endswith(end)), None)
+
+
+def live(release: str, sides: Sequence[str], arguments: Sequence[str]) -> list[Life]:
+    """Let engines serve requests on the sides of a release; as `simulate`."""
+    lives = []
+    with _both(release) as (environment, places):
+        for name in sides:
+            report = REPORTS / f"simulate-{release}-{name}-life.jsonl"
+            _start(environment, places[name], report, arguments)
+            lives.append(read_life(name, report))
+    return lives
+
+
+def read_life(name: str, report: Path) -> Life:
+    """Read what was written of a life.
+
+    Raises:
+        CheckFailedError: It has no end.
+    """
+    rows = list(map(json.loads, report.read_text(encoding="utf-8").splitlines()))
+    samples = [row for row in rows if "sizes" in row]
+    if not samples or "growing" not in rows[-1]:
+        raise _endless(report)
+    end = rows[-1]
+    first, last = (row["sizes"]["memory blocks of Python"] for row in (samples[0], samples[-1]))
+    return Life(
+        name=name,
+        requests=samples[-1]["requests"],
+        steps=end["steps"],
+        seconds=end["seconds"],
+        growing={table: (most, least) for table, (most, least) in end["growing"].items()},
+        memory=(first, last),
+        events=end["events"],
+        ends=end["ends"],
+        found=end["found"],
+    )
+
+
+@contextlib.contextmanager
+def _both(release: str) -> Iterator[tuple[Environment, dict[str, Path | None]]]:
+    """The environment of a release, and where the vLLM of each side lies in it."""
+    environment = Environment(release).make()
+    environment.install(environment.stock)
+    folder = environment.folder.parent / f"simulate-{release}"
+    REPORTS.mkdir(exist_ok=True)
+    try:
+        yield (
+            environment,
+            {
+                "stock": None,
+                "patched": environment.shadow(folder, load_series(release).patches),
+            },
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -102,12 +217,16 @@ def read(name: str, report: Path) -> Side:
             side.steps, side.histories = row["steps"], row["histories"]
             side.seconds = row["seconds"]
     if not ended:
-        raise CheckFailedError(
-            f"{report.name} has no end: the simulation was stopped, or failed",
-            expected="a last line that says how much was played",
-            next_step="run the same command again, with fewer steps",
-        )
+        raise _endless(report)
     return side
+
+
+def _endless(report: Path) -> CheckFailedError:
+    return CheckFailedError(
+        f"{report.name} has no end: the simulation was stopped, or failed",
+        expected="a last line that says how much was played",
+        next_step="run the same command again, with fewer steps",
+    )
 
 
 def _start(

@@ -81,10 +81,11 @@ def run(
 
 @dataclass(frozen=True)
 class Usage:
-    """What a shell command took: its exit code, wall-clock seconds, and memory at its peak."""
+    """What a shell command took: exit code, seconds by the clock and of CPUs, peak memory."""
 
     exit_code: int
     seconds: float
+    cpu_seconds: float
     peak_bytes: float
 
 
@@ -96,7 +97,8 @@ def measure(command: str, *, cwd: Path) -> Usage:
         seconds = time.perf_counter() - start
         process.returncode = os.waitstatus_to_exitcode(status)
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
-    return Usage(process.returncode, seconds, usage.ru_maxrss * unit)
+    cpu_seconds = usage.ru_utime + usage.ru_stime
+    return Usage(process.returncode, seconds, cpu_seconds, usage.ru_maxrss * unit)
 
 
 @contextmanager

@@ -57,9 +57,10 @@ def _is_done(source: WheelReader, path: Path, plan: Plan) -> bool:
 
 def patched_wheel(release: str) -> Path:
     """Build what `apply` builds for this machine by default, and return it."""
-    target = Target.of(release)
+    registry = load_registry()
+    target = Target.of(release, registry)
     path, pinned = target.wheel_for()
-    return build_wheel(target, path, pinned.sha256, load_registry(), DIST)[0]
+    return build_wheel(target, path, pinned.sha256, registry, DIST)[0]
 
 
 def own_wheel(target: Target, path: Path) -> tuple[Path, str]:

@@ -25,6 +25,7 @@ from scripts.wheel.sbom import SBOM_PATH
 from scripts.wheel.zip import (
     LOCAL_HEADER,
     LONGEST_DESCRIPTOR,
+    STREAMED,
     Member,
     descriptor_size,
     local_agrees,
@@ -39,6 +40,7 @@ Ten times the largest of all pinned wheels, 0.33.0's RECORD of 720,362 bytes. Th
 a patch changes has 355,498 (0.28.0's gpu_model_runner.py), the largest directory 653,478 (0.33.0).
 """
 
+_HEADER = 256  # bytes: most local headers are shorter, and one read takes half as long as two
 # They sign a RECORD and hence cannot stand in it.
 SIGNATURES = ("RECORD.jws", "RECORD.p7s")
 
@@ -255,21 +257,23 @@ class WheelReader:
 
     def _member(self, info: ZipInfo) -> Member:
         start, limit = info.header_offset, self._zip.start_dir
-        header = b""
-        if start + LOCAL_HEADER.size <= limit:
-            header = self.raw(start, start + LOCAL_HEADER.size)
-            data = start + local_size(header)
-            header = self.raw(start, min(data, limit))
-        if not header or data + info.compress_size > limit or not local_agrees(header, info):
+        header, size = self.raw(start, min(start + _HEADER, limit)), 0
+        if len(header) >= LOCAL_HEADER.size:
+            size = local_size(header)
+            header = header[:size] if size <= _HEADER else self.raw(start, min(start + size, limit))
+        data = start + size
+        if not size or data + info.compress_size > limit or not local_agrees(header, info):
             raise self._broken(
                 f"has no member {info.filename} where its directory says",
                 "local headers that say what the directory says",
             )
-        data_end = data + info.compress_size
-        size = descriptor_size(info, self.raw(data_end, min(data_end + LONGEST_DESCRIPTOR, limit)))
-        if size is None:
-            raise self._broken(f"has no data descriptor behind {info.filename}", "one")
-        return Member(info, start, data, data_end + size)
+        end = data + info.compress_size
+        if info.flag_bits & STREAMED:
+            descriptor = descriptor_size(info, self.raw(end, min(end + LONGEST_DESCRIPTOR, limit)))
+            if not descriptor:
+                raise self._broken(f"has no data descriptor behind {info.filename}", "one")
+            end += descriptor
+        return Member(info, start, data, end)
 
     def _find_dist_info(self) -> str:
         found = {match["folder"]: match for n in self.members if (match := _DIST_INFO.match(n))}

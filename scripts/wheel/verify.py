@@ -228,7 +228,7 @@ def made_by_series(stock: WheelReader, sbom: Sbom) -> tuple[dict[str, bytes], di
         UsageError: The patched wheel carries another patch set than this checkout.
     """
     registry = load_registry()
-    whole = Target.named(sbom.release)
+    whole = Target.named(sbom.release, registry)
     inside = {fix.id for fix in sbom.fixes}.intersection(whole.series.fix_ids)
     target = whole.having(inside, registry)
     version = str(patched_version(stock.version, project().version, target.choice))

@@ -6,8 +6,10 @@ as unpacking and packing do, costs a minute and changes bytes that nobody asked 
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
@@ -70,9 +72,14 @@ def write_wheel(
     with replacing(target) as file:
         _put(source, plan, file)
         file.flush()
-        _check(
-            Path(file.name), target.name, [part.name for part in plan if isinstance(part, _Written)]
-        )
+        with ThreadPoolExecutor(1) as disk:  # which can write while the result is read back
+            written = disk.submit(os.fsync, file.fileno())
+            _check(
+                Path(file.name),
+                target.name,
+                [part.name for part in plan if isinstance(part, _Written)],
+            )
+        written.result()
 
 
 def first_difference(

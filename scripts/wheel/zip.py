@@ -25,9 +25,9 @@ _END: Final = struct.Struct("<4s4H2LH")
 _EXTRA: Final = struct.Struct("<2H")
 
 _NAME_LENGTH: Final = slice(26, 28)  # of a local header
-_STREAMED: Final = 0x8  # flag bits
+STREAMED: Final = 0x8  # flag bits
 _UTF8: Final = 0x800
-_AGREED: Final = _STREAMED | _UTF8 | 0x2041  # and what says that it is encrypted, or a header is
+_AGREED: Final = STREAMED | _UTF8 | 0x2041  # and what says that it is encrypted, or a header is
 _ZIP64_EXTRA: Final = 1  # kinds of extra fields
 _OTHER_NAME: Final = 0x7075
 _VERSION: Final = 20  # of the format, that a reader of a plain member needs
@@ -62,8 +62,8 @@ class Member:
 
 
 def local_size(header: bytes) -> int:
-    """Return the length of a whole local header, given its first 30 bytes."""
-    name_length, extra_length = LOCAL_HEADER.unpack(header)[-2:]
+    """Return the length of a whole local header, given its first 30 bytes or more."""
+    name_length, extra_length = LOCAL_HEADER.unpack_from(header)[-2:]
     return LOCAL_HEADER.size + int(name_length) + int(extra_length)
 
 
@@ -83,7 +83,7 @@ def local_agrees(header: bytes, info: ZipInfo) -> bool:
     extra = dict(_fields(header[end:]))
     if _OTHER_NAME in extra:
         return False
-    if flags & _STREAMED:
+    if flags & STREAMED:
         return True
     if _MAX_32 in (packed, size):
         wide = struct.pack("<2Q", info.file_size, info.compress_size)
@@ -93,17 +93,12 @@ def local_agrees(header: bytes, info: ZipInfo) -> bool:
     return (crc, packed, size) == (info.CRC, info.compress_size, info.file_size)
 
 
-def descriptor_size(info: ZipInfo, following: bytes) -> int | None:
-    """Return the length of the data descriptor at the start of `following`.
+def descriptor_size(info: ZipInfo, following: bytes) -> int:
+    """Return the length of the data descriptor at the start of `following`; 0 where there is none.
 
     A member whose writer could not seek has one. The format allows four forms, with and without
     a signature, in 32 and in 64 bit, and nothing says which: the values themselves must match.
-
-    Returns:
-        Bytes; 0 where the member has none, None where it should have one and has not.
     """
-    if not info.flag_bits & _STREAMED:
-        return 0
     # The longer form first: of an empty member the shorter one is its beginning, while what
     # follows the shorter one, the signature of another record, never looks like the rest.
     for form in ("<L2Q", "<3L"):
@@ -114,7 +109,7 @@ def descriptor_size(info: ZipInfo, following: bytes) -> int | None:
         for descriptor in (b"PK\7\x08" + plain, plain):
             if following.startswith(descriptor):
                 return len(descriptor)
-    return None
+    return 0
 
 
 LONGEST_DESCRIPTOR: Final = 24

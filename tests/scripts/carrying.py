@@ -62,11 +62,34 @@ from vllm.worker import {0}
 def test() -> None:
     assert {0}(1) == 2
 """
+SIMULATION = "tests/simulation/__main__.py"
+_SIMULATION = '''"""Play nothing, and say what was found."""
+import argparse
+import json
+
+from vllm import worker
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--out")
+parser.add_argument("--replay")
+options, _ = parser.parse_known_args()
+found = None
+rows = [{"steps": 1, "histories": 1, "seconds": 1, "found": {found: 1} if found else {}}]
+if options.replay:
+    with open(options.replay) as played:
+        rows = [{"of": json.loads(played.readline())["label"], "label": found}]
+elif found:
+    row = {"label": found, "seed": "s", "steps": 1, "shrunk": [], "setting": "two engines"}
+    rows.insert(0, row | {"timeline": "it goes wrong", "columns": ["P0"], "lines": []})
+with open(options.out, "w") as out:
+    out.writelines(json.dumps(row) + "\\n" for row in rows)
+'''
 _FILES = {
     "README.md": "# Tools\n<!-- matrix, made by a tool -->\nold\n<!-- end of matrix -->\nend\n",
     "CHANGELOG.md": "- 1: this\n- 2: that\n",
     "tests/regressions/test_1.py": _TEST.format("work2"),
     "tests/regressions/test_2.py": _TEST.format("work9"),
+    SIMULATION: _SIMULATION,
     "tests/support/vllm_cpu.py": "",
     **{
         f"tests/support/{name}.py": (ROOT / "tests" / "support" / f"{name}.py").read_text()

@@ -52,7 +52,7 @@ def test_a_kill_leaves_nothing_that_the_next_run_does_not_mend(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("kind", "first", "count", "module", "old", "rule"),
     [
-        ("registries", 0, 300, "patchset/registry.py", "not _is_shown(table)", "terminal"),
+        ("registries", 1000, 300, "patchset/registry.py", "not _is_shown(table)", "terminal"),
         ("patches", 110, 10, "patchset/patch.py", "not _PATH.fullmatch(file.path) or", "outside"),
         ("wheels", 0, 80, "wheel/verify.py", "at is not None and not faults", "bytes"),
     ],

@@ -15,7 +15,7 @@ from scripts.patchset.registry import Unpatched
 from scripts.project import read_toml
 from scripts.system.git import Repository
 from tests.scripts import toys
-from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
+from tests.scripts.carrying import REGISTRY, SIMULATION, WORKER, carrying, change, copied, release
 from tests.scripts.checkouts import Checkout, registry_text
 from tests.scripts.repos import commit, git
 
@@ -228,6 +228,18 @@ def test_a_defect_that_the_line_has_no_patch_for_is_named(checkout: Checkout) ->
     assert "no patch to carry" in said
     assert "fix 3 applies to 0.21.0 and has no patch" in said
     assert releases(checkout) == ["0.20.2"]
+
+
+def test_what_the_simulation_finds_on_patched_alone_does_not_land(checkout: Checkout) -> None:
+    release(checkout, "0.21.0", STAYS)
+    found = 'found = "P keeps blocks" if worker.work9(1) == 2 else None'
+    change(checkout.folder / SIMULATION, "found = None", found)
+    before = contents(checkout)
+    said = rebase(checkout, "0.21.0", code=30)
+    assert "P keeps blocks" in said
+    assert "it goes wrong" in said
+    assert "simulate failed on what was carried" in said
+    assert contents(checkout) == before
 
 
 def moved_to(checkout: Checkout, *paths: str) -> None:

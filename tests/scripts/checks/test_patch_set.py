@@ -171,6 +171,14 @@ def test_a_module_without_tests(checkout: Checkout) -> None:
     assert faults(checkout) == [f"{HOOKED}: has no {TEST}"]
 
 
+def test_what_two_modules_keep_under_one_name(checkout: Checkout) -> None:
+    keeps = 'def keep(worker: object) -> None:\n    vars(worker).setdefault("_reads", {})\n'
+    other = "vllm_overlay/distributed/other.py"
+    write(checkout.folder, {other: keeps, HOOKED: OVERLAY[HOOKED] + keeps})
+    wanted = f"{HOOKED} and {other}: keep _reads on vLLM's objects, each its own"
+    assert wanted in faults(checkout)
+
+
 def test_a_fix_needs_no_patch_where_the_registry_says_why(checkout: Checkout) -> None:
     registry = checkout.patches / "fixes.toml"
     third = registry.read_text().partition("[[fix]]")[2].partition("[[fix]]")[0]

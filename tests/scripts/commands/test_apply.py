@@ -648,6 +648,10 @@ class TestChoice:
         assert said.returncode == 0, "what it says to type"
         shutil.rmtree(checkout.dist)
         said_no(checkout.run("apply", "--only", "k9"), 2, "no fix called K9", "--list")
+        for word in ("--only", "--without"):  # of a variable that is not set
+            done = checkout.run("apply", word, "")
+            assert done.returncode == 2
+            assert f"argument {word}: it names no fix" in done.stderr
         assert wheels(checkout.dist) == {}
 
     def test_is_listed_and_nothing_is_made(self, checkout: Checkout) -> None:
@@ -657,6 +661,9 @@ class TestChoice:
         said = checkout.run("apply", "--only", "1", "--list")
         assert "not chosen" in said.stdout
         assert "Proven are each fix alone" in said.stdout
+        said = checkout.run("apply", "--only", "2", "--list")
+        assert [word in said.stdout for word in ("chosen", "needed by 2")] == [True, True]
+        assert "not chosen" not in said.stdout
         assert wheels(checkout.dist) == {}
 
 

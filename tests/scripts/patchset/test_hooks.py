@@ -62,6 +62,10 @@ ALLOWED = {
         "        return result",
         "        result = checked(result)\n        return result",
     ),
+    "a call of ours with upstream's arguments": (
+        "        result = self.load(\n            req,\n            meta,\n        )",
+        "        result = load(\n            self,\n            req,\n            meta,\n        )",
+    ),
     "a call in upstream's expression": ("self.send(rank, meta)", "self.send(rank, remote(meta))"),
     "an argument of upstream's call": (
         "            meta,\n",
@@ -184,3 +188,10 @@ def test_each_line_of_logic_is_named() -> None:
             return os.path.join(x)
         """)
     assert [number for number, _ in logic_in_hooks("import os\n", after)] == [4, 5]
+
+
+def test_logic_in_what_is_handed_on_is_upstreams_as_long_as_it_is_not_added() -> None:
+    before = "x = self.f(\n    max(0, a - b),\n)\n"
+    ours = "x = f(\n    self,\n    max(0, a - b),\n)\n"
+    assert logic_in_hooks(before, ours) == []
+    assert logic_in_hooks(before, ours.replace("a - b", "a - c")) != []

@@ -14,6 +14,7 @@ from scripts.patchset.overlay import (
     Scope,
     build_record,
     imported_by_hooks,
+    imported_modules,
     module_path,
     needed_scope,
     overlay_files,
@@ -60,6 +61,41 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(overlay_module, "ROOT", root)
     monkeypatch.setattr(overlay_module, "OVERLAY", root / "vllm_overlay")
     return root
+
+
+def test_an_import_is_found_in_every_block() -> None:
+    source = """
+class C:
+    async def f(self):
+        import in_method
+if (g := lambda: 1)():
+    import in_if
+elif x:
+    import in_elif
+else:
+    import in_else
+try:
+    import in_try
+except E:
+    import in_except
+else:
+    import in_try_else
+finally:
+    import in_finally
+for x in y:
+    import in_for
+else:
+    with a as b:
+        import in_with
+while x:
+    match x:
+        case 1:
+            import in_case
+"""
+    tree = ast.parse(source)
+    names = [n.names[0].name for n in ast.walk(tree) if isinstance(n, ast.Import)]
+    assert len(names) == source.count("import ")
+    assert sorted(imported_modules(tree)) == sorted(names)
 
 
 WHOLE = ["a/__init__.py", "a/one.py", "a/two.py", "b/__init__.py", "b/three.py"]

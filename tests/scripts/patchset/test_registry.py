@@ -57,6 +57,13 @@ class TestReading:
         assert fixes["K2"].depends_on == ("1",)
         assert fixes["1"].upstream_tests == ()
 
+    def test_security_is_optional_and_what_is_left_to_do_needs_it(self, tmp_path: Path) -> None:
+        action = 'security-action = "name the peers"\n'
+        assert loaded(tmp_path, HEAD + ENTRY)["1"].security == ""
+        assert "without security" in faults(tmp_path, HEAD + ENTRY + action)
+        whole = loaded(tmp_path, HEAD + ENTRY + 'security = "end the engine"\n' + action)["1"]
+        assert (whole.security, whole.security_action) == ("end the engine", "name the peers")
+
     def test_gives_the_tests_of_a_release_that_fail_with_a_fix(self, tmp_path: Path) -> None:
         more = '[[fix.upstream-test]]\nreleases = "<1"\ntest = "tests/x.py"\nreason = "wrong ids"\n'
         (one,) = loaded(tmp_path, HEAD + ENTRY + more)["1"].upstream_tests

@@ -97,6 +97,16 @@ def test_is_run_again_with_what_can_change_an_outcome(
     assert regressions(checkout) == ran(NONE, BOTH)
 
 
+def test_only_tests_that_have_changed_are_run_again(checkout: Checkout) -> None:
+    change(checkout.folder / FILES["2"], "== 2", "== 1 + 1")
+    document = json.loads(records(checkout).read_text())
+    document["1"]["alone"]["passed"] = []
+    document["2"]["alone"]["passed"] = []
+    records(checkout).write_text(json.dumps(document))
+    assert regressions(checkout, faults=1) == ran(BOTH, NONE)
+    assert [row["flips_alone"] for row in report(checkout).values()] == [False, True]
+
+
 def test_of_fewer_tests_is_not_put_there(checkout: Checkout) -> None:
     change(checkout.folder / FILES["1"], "== 2", "== 1 + 1")
     before = alone(checkout)
@@ -139,4 +149,4 @@ def test_a_name_stands_for_all_tests_that_passed() -> None:
     }
     outcomes = {node: Outcome(result) for node, result in each.items()}
     assert passed(outcomes) == ("a.py", "b.py::one", "b.py::two[1]")
-    assert Alone("", passed(outcomes)).outcomes(each) == outcomes
+    assert Alone({}, passed(outcomes)).outcomes(each) == outcomes

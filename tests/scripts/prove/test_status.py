@@ -11,9 +11,13 @@ from typing import Any
 
 import pytest
 
+from scripts.commands.status import unexpected
+from scripts.patchset.registry import load_registry
+from scripts.prove.status import Cell, State
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, sdist_bytes, wheel_bytes, wheel_name
 from tests.scripts.commands.test_apply import said_no
+from tests.scripts.repos import git
 
 TEST = "tests/regressions/test_1.py"
 PATCH = "patches/2-a-name/0.20.2.patch"
@@ -239,6 +243,24 @@ class TestProof:
         assert states(checkout)[1] == "patched"
 
 
+@pytest.mark.parametrize(
+    ("state", "runs", "told"),
+    [
+        (State.UNPROVEN, True, True),  # as where the tests fail on patched, too
+        (State.OPEN, True, True),
+        (State.UNPROVEN, False, False),
+        (State.PATCHED, True, False),
+    ],
+)
+def test_what_runs_show_that_the_registry_denies_is_told(
+    state: State, runs: bool, told: bool
+) -> None:
+    registry = load_registry()
+    cell = Cell(state, proven=runs, why=("Seen.",), command="", runs=runs, inputs="")
+    lines = [*unexpected("0.33.0", {"K20": cell}, registry)]
+    assert lines == (["0.33.0: K20: Seen."] if told else [])
+
+
 def test_a_release_that_is_not_pinned_is_refused(checkout: Checkout) -> None:
     said_no(checkout.run("status", "--prove", "0.23.0"), 10, "0.22.0", "nox -s lock -- 0.23.0")
 
@@ -250,3 +272,30 @@ def test_a_run_changes_no_byte_where_nothing_has_changed(checkout: Checkout) -> 
     before = [(checkout.folder / name).read_bytes() for name in names]
     status(checkout)
     assert [(checkout.folder / name).read_bytes() for name in names] == before
+
+
+def test_a_history_gives_records_for_scanners(checkout: Checkout) -> None:
+    record(checkout, "0.20.2", "stock", FAILED)
+    status(checkout)
+    git(checkout.folder, "init", "-q")
+    git(checkout.folder, "add", "patches", "records")
+    git(checkout.folder, "commit", "-q", "-m", "x")
+    reports = checkout.folder / "reports"
+    assert not (reports / "osv").exists()
+    strays = [reports / "osv" / "KVFIX-9.json", reports / "openvex.json"]  # no fix is of security
+    strays[0].parent.mkdir()
+    for stray in strays:
+        stray.write_text("{}")
+    status(checkout)
+    assert not any(stray.exists() for stray in strays)
+    names = ("reports/osv/KVFIX-1.json",)
+    before = [(checkout.folder / name).read_bytes() for name in names]
+    assert json.loads(before[0])["affected"][0]["versions"] == having(checkout)
+    status(checkout)
+    assert [(checkout.folder / name).read_bytes() for name in names] == before
+
+
+def having(checkout: Checkout) -> list[str]:
+    """Return the releases of which the report says that they have the defect of fix 1."""
+    report = json.loads((checkout.folder / "reports" / "status.json").read_text())
+    return [release for release, row in report.items() if row["1"]["state"] in ("open", "patched")]

@@ -1,40 +1,57 @@
-"""The alerts speak of metrics that there are, and the page for operators of every alert."""
+"""The alerts speak of metrics that there are and fire when they should; the page has every one."""
 
 from __future__ import annotations
 
 import re
+import shutil
 from typing import Any
 
 import pytest
 import yaml
-from packaging.version import Version
 
 from scripts.patchset.series import carried_releases
 from scripts.project import OVERLAY, ROOT, project
+from scripts.system.process import run
 from scripts.upstream.tree import read_source
+from tests.scripts.ship.exported import NIXL, counted, missing, unknown_reasons
 
 (GROUP,) = yaml.safe_load((ROOT / "deploy" / "alerts.yaml").read_text())["groups"]
 RULES: list[dict[str, Any]] = GROUP["rules"]
 PAGE = (ROOT / "docs" / "operating.md").read_text()
-
-NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"
-
-
-def metrics(release: str) -> str:
-    """Return the sources of `release` that make its metrics."""
-    split = Version(release) >= Version("0.20.0")
-    stats = f"{NIXL}/stats.py" if split else f"{NIXL}_connector.py"
-    return "".join(read_source(release, one) for one in (stats, "vllm/v1/metrics/loggers.py"))
+SERIES = ROOT / "tests" / "scripts" / "ship" / "alerts.yaml"
 
 
 @pytest.mark.parametrize("release", carried_releases())
 def test_every_metric_is_one_of_the_release(release: str) -> None:
-    text = metrics(release)
-    for rule in RULES:
-        if rule["alert"] == "KVReadAfterItsLease" and Version(release) < Version("0.32.0"):
-            continue  # as the rule says
-        for name in re.findall(r"vllm:\w+", rule["expr"]):
-            assert f'"{name.removesuffix("_total")}"' in text, (rule["alert"], name)
+    assert {rule["alert"]: missing(rule["expr"], release) for rule in RULES} == {
+        rule["alert"]: [] for rule in RULES
+    }
+
+
+def test_every_reason_is_counted() -> None:
+    assert [reason for rule in RULES for reason in unknown_reasons(rule["expr"])] == []
+
+
+def test_there_are_series_on_which_each_fires_and_such_on_which_it_does_not() -> None:
+    said = [
+        t for test in yaml.safe_load(SERIES.read_text())["tests"] for t in test["alert_rule_test"]
+    ]
+    for expected in (True, False):
+        tried = {one["alertname"] for one in said if bool(one["exp_alerts"]) is expected}
+        assert tried == {rule["alert"] for rule in RULES}
+
+
+@pytest.mark.skipif(not shutil.which("promtool"), reason="no promtool on the path")
+def test_they_fire_on_these_series_alone() -> None:
+    run(["promtool", "check", "rules", ROOT / "deploy" / "alerts.yaml"], timeout=60)
+    run(["promtool", "test", "rules", SERIES], timeout=60)
+
+
+def test_the_page_has_every_reason() -> None:
+    rows = re.findall(r"^\| (K?\d+) \| (`.+?`) \|", PAGE, re.MULTILINE)
+    said = [(fix, reason) for fix, cell in rows for reason in re.findall(r"`(\w+)`", cell)]
+    assert len(said) > 8
+    assert sorted(said) == sorted(counted())
 
 
 def test_the_page_has_every_alert_and_no_other() -> None:
@@ -48,7 +65,7 @@ def test_what_the_page_searches_for_is_logged() -> None:
     # A message is broken over lines: string, line end, string.
     text = re.sub(r'"\s*\n\s*f?"', "", "\n".join([*stock, *ours]))
     table, _, rest = PAGE.partition("\n\nAnd in")
-    cells = [row.split("|")[3] for row in table.splitlines() if row.startswith("| `")]
+    cells = [row.split("|")[4] for row in table.splitlines() if row.startswith("| `")]
     said = [words for cell in cells for words in re.findall(r"`([^`]+)`", cell)]
     said += re.findall(r"`([^`]+)`", rest.partition("## ")[0])
     assert len(said) > 8

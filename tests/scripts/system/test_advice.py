@@ -92,6 +92,7 @@ UNTYPED = {
     "mutants/run:rows_of:CheckFailedError": "pytest has to break down first",
     "commands/parity:main:CheckFailedError": "runs in an environment of 8 GB",
     "commands/status:main:CheckFailedError": "runs in an environment of 8 GB",
+    "commands/status:main:CheckFailedError 2": "as those that name regressions",
     "commands/tests:main:CheckFailedError": "runs in an environment of 8 GB",
     "commands/upstream_tests:_release:UsageError": "runs in an environment of 8 GB",
     "prove/environment:Environment.make:UsageError": "gets uv from the network",

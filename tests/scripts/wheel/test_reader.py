@@ -430,6 +430,18 @@ def test_a_local_header_of_another_file_is_refused(
     assert "where its directory says" in refused(tmp_path, hostile.pack(entries)).found
 
 
+@pytest.mark.parametrize("length", [0, 200, 1000, 0xFFFF - 4])
+def test_a_local_header_of_any_length_is_read_whole(tmp_path: Path, length: int) -> None:
+    entries = hostile.sound()
+    entries[0].local_extra = struct.pack("<2H", 0x4242, length) + bytes(length)
+    path = tmp_path / FILE
+    path.write_bytes(hostile.pack(entries))
+    with WheelReader(path) as wheel:
+        first, second = [*wheel.members.values()][:2]
+        assert first.data == 30 + len(entries[0].name) + 4 + length
+        assert wheel.read(second.name) == entries[1].data
+
+
 @pytest.mark.parametrize("size", ["1", "9" * 5000, "007"])
 def test_a_size_in_record_is_the_files(tmp_path: Path, size: str) -> None:
     files = with_metadata({"vllm/seven.py": b"1234567"})

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import base64
 import csv
+import errno
 import hashlib
 import io
 import os
@@ -204,6 +205,27 @@ def test_a_result_that_does_not_read_back_never_gets_its_name(
         target.write_bytes(b"old")
         monkeypatch.setattr(writer._Output, "_write", spoiled)
         with pytest.raises(CheckFailedError, match="cannot be read: Bad CRC"):
+            write(stock, changes, out)
+    assert target.read_bytes() == b"old"
+    assert list(out.iterdir()) == [target]
+
+
+def test_a_disk_that_fails_while_the_result_is_read_back_is_noticed(
+    tmp_path: Path, out: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults = [OSError(errno.EIO, "it fails")]
+    sync = os.fsync
+
+    def once(descriptor: int) -> None:
+        if faults:  # Linux reports a fault once: the next call is one that succeeds
+            raise faults.pop()
+        sync(descriptor)
+
+    with opened(stock_wheel_file(tmp_path)) as (stock, changes):
+        target = out / changes.file_name
+        target.write_bytes(b"old")
+        monkeypatch.setattr(os, "fsync", once)
+        with pytest.raises(OSError, match="it fails"):
             write(stock, changes, out)
     assert target.read_bytes() == b"old"
     assert list(out.iterdir()) == [target]
