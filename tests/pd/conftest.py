@@ -7,6 +7,7 @@ What a test module takes:
   with the test. Give the model with `model=`, anything of `Server` otherwise.
 - `pd`: the deployment that all tests share. When a test gets it, P and D are up and P holds no
   block; it may do with them what it likes, including kill them.
+- `p_short`: a P of its own whose leases end after `SHORT_LEASE_S`, for the D of `pd`.
 - `plain`: the greedy tokens of a plain server of the stock wheel, for each of `PROMPTS`.
 - `prompts`: an endless iterator over `PROMPTS`. Take each prompt from it: when one comes again, no
   server has it in its prefix cache any more.
@@ -15,22 +16,34 @@ What a test module takes:
 A test that shows defects names their fixes: `@pytest.mark.shows("41269", "K05")`. It has to fail on
 the stock wheel of every release that one of them affects, by an assertion of its own file, and to
 pass on the patched one. A server that does not come up is an error on either side. A test without
-that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side.
+that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side, and
+`@pytest.mark.program("x")` out of both, with a line that says so, where there is no program x.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.pd.client import body, tokens_of
-from tests.pd.deployment import PROMPTS, TOKENS, Deployment, Note, Plain, Start
+from tests.pd.deployment import (
+    PROMPTS,
+    SHORT_LEASE_S,
+    TOKENS,
+    Deployment,
+    Note,
+    Plain,
+    Start,
+    leases_of,
+)
 from tests.pd.model import make_model
 from tests.pd.server import Server, Side
 
@@ -49,6 +62,7 @@ def pytest_configure(config: pytest.Config) -> None:
     """Register the marks."""
     config.addinivalue_line("markers", "shows(*fixes): fails where these fixes are missing")
     config.addinivalue_line("markers", "patched_only: not for the stock side")
+    config.addinivalue_line("markers", "program(name): only where it is on the path")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -56,9 +70,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in item.iter_markers("shows"):
             item.user_properties.append(("shows", mark.args))
-    if config.option.pd_side == "patched":
-        return
-    left_out = [item for item in items if item.get_closest_marker("patched_only")]
+    terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
+    left_out = []
+    for item in items:
+        missing = [m.args[0] for m in item.iter_markers("program") if not shutil.which(m.args[0])]
+        for name in missing:
+            terminal.write_line(f"left out, as there is no {name} on the path: {item.nodeid}")
+        on_stock = config.option.pd_side == "stock"
+        if missing or (on_stock and item.get_closest_marker("patched_only")):
+            left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
 
@@ -149,3 +169,8 @@ def shared(
 @pytest.fixture
 def pd(shared: Deployment) -> Deployment:
     return shared.ready()
+
+
+@pytest.fixture
+def p_short(start: Start) -> Server:
+    return start("P-short-lease", **leases_of(SHORT_LEASE_S)).wait_ready()

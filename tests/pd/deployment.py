@@ -10,12 +10,17 @@ import httpx
 
 from tests.pd.client import Params, body, prefill, tokens_of
 from tests.pd.server import BLOCK, Server, Side
+from tests.support.harness import HarnessError
 
 LEASE_S = 20
 """After this many seconds stock P frees what nobody fetched.
 
 Up to 0.21 that is VLLM_NIXL_ABORT_REQUEST_TIMEOUT, later kv_lease_duration; each knows one only.
 Longer than any test of refusals takes, or the end of an old lease would look like a release."""
+
+SHORT_LEASE_S = 6
+"""The lease where a test waits for its end. From 0.22.0 on D renews a lease six times while it
+lasts, in whole seconds: a shorter one would be renewed in each step."""
 
 TOKENS = 12
 """Length of each answer that `plain` knows."""
@@ -31,6 +36,27 @@ Note = Callable[..., None]
 """Puts measured figures into the report, by name."""
 Start = Callable[..., Server]
 """Starts a server that ends with the test; takes what `Server` takes."""
+
+
+def leases_of(seconds: int) -> dict[str, object]:
+    """Return what a server is started with whose leases last so long, on any release."""
+    return {
+        "transfer": {"kv_connector_extra_config": {"kv_lease_duration": seconds}},
+        "environment": {"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(seconds)},
+    }
+
+
+def wait_for_the_end_of_leases(p: Server, lease_s: int) -> None:
+    """Wait until `p` holds no blocks.
+
+    Raises:
+        HarnessError: It does half a minute after the end of a lease.
+    """
+    deadline = time.monotonic() + lease_s + 30
+    while held := p.blocks_held():
+        if time.monotonic() > deadline:
+            raise HarnessError(f"P holds {held} blocks half a minute after a lease", "none")
+        time.sleep(0.2)
 
 
 class Deployment:
@@ -77,12 +103,11 @@ class Deployment:
             name,
             self._model,
             self._logs(name),
-            transfer={"kv_connector_extra_config": {"kv_lease_duration": LEASE_S}},
             arguments=("--no-enable-prefix-caching",) if name == "D" else (),
-            environment={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(LEASE_S)},
             core=core,
             port=port,
             side_port=side_port,
+            **leases_of(LEASE_S),  # type: ignore[arg-type]
         )
 
     def restart_p_in_place(self) -> None:

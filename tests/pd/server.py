@@ -217,9 +217,13 @@ class Server:
 
         vLLM's gauges move when the engine steps: see `blocks_held`.
         """
+        return sum(value for _, value in self.samples(name))
+
+    def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
+        """Return each value of a metric with its labels."""
         text = self._client.get("/metrics").raise_for_status().text
-        rows = re.findall(rf"^vllm:{re.escape(name)}(?:\{{[^}}]*\}})? (\S+)$", text, re.MULTILINE)
-        return sum(map(float, rows))
+        rows = re.findall(rf"^vllm:{re.escape(name)}(?:\{{(.*)\}})? (\S+)$", text, re.MULTILINE)
+        return [(dict(re.findall(r'(\w+)="(.*?)"', labels)), float(v)) for labels, v in rows]
 
     def blocks_held(self) -> int:
         """Return how many blocks of its KV cache are in use, after a step that asks for none."""

@@ -6,20 +6,25 @@ that come of other prompts. D recomputes here what it does not use, and so gives
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import TypeAlias
 
 import pytest
 
 from tests.pd.client import body, prefill
-from tests.pd.deployment import PROMPT_BLOCKS, Deployment, Note, Plain, Start, served
+from tests.pd.deployment import (
+    PROMPT_BLOCKS,
+    SHORT_LEASE_S,
+    Deployment,
+    Note,
+    Plain,
+    served,
+    wait_for_the_end_of_leases,
+)
 from tests.pd.server import BLOCKS, Server
 from tests.support.harness import HarnessError
-
-LEASE_S = 6
-"""Of this P. From 0.22.0 on D renews a lease six times while it lasts, in whole seconds: a shorter
-one would be renewed in each step."""
 
 OTHERS = tuple(
     f"{n:03d} " + "pack my box with five dozen jugs! " * 3
@@ -28,83 +33,70 @@ OTHERS = tuple(
 """Prompts that P computes in between, of another text than `PROMPTS`: more blocks than it has, so
 that each freed one is overwritten."""
 
-
-@pytest.fixture
-def p(start: Start) -> Server:
-    """Return a P with a short lease, for the D that all tests share."""
-    return start(
-        "P-short-lease",
-        transfer={"kv_connector_extra_config": {"kv_lease_duration": LEASE_S}},
-        environment={"VLLM_NIXL_ABORT_REQUEST_TIMEOUT": str(LEASE_S)},
-    ).wait_ready()
+Answer: TypeAlias = list[list[int]] | str
+"""As `served` returns it."""
 
 
 @pytest.fixture
-def overwritten(p: Server) -> Callable[[], None]:
+def overwritten(p_short: Server) -> Callable[[], None]:
     """Wait until P has freed all blocks, and have it compute other prompts in them."""
 
     def compute() -> None:
-        deadline = time.monotonic() + LEASE_S + 60
-        while held := p.blocks_held():
-            if time.monotonic() > deadline:
-                raise HarnessError(f"P holds {held} blocks a minute after the lease", "none")
-            time.sleep(0.2)
+        wait_for_the_end_of_leases(p_short, SHORT_LEASE_S)
         for other in OTHERS:
-            p.post("/v1/completions", body(other, 1)).raise_for_status()
+            p_short.post("/v1/completions", body(other, 1)).raise_for_status()
 
     return compute
 
 
-@pytest.mark.shows("K20")
-def test_a_request_that_comes_after_the_lease_gets_its_own_tokens(
-    p: Server,
-    pd: Deployment,
-    prompts: Iterator[str],
-    plain: Plain,
-    overwritten: Callable[[], None],
-    note: Note,
-) -> None:
+def sent_late(d: Server, ask: Callable[[], Answer], overwritten: Callable[[], None]) -> Answer:
     """A router or a client was slow; nothing is wrong with D."""
-    read_in_time(p, pd.d, next(prompts), plain)
-    prompt = next(prompts)
-    params = prefill(p, prompt)
     overwritten()
-    read = pd.d.metric("nixl_bytes_transferred_sum")
-    answer = served(pd.d, prompt, params)
-    note(bytes_read=pd.d.metric("nixl_bytes_transferred_sum") - read, late=prompt)
-    assert answer == [plain[prompt]]
-    read_in_time(p, pd.d, next(prompts), plain)
+    return ask()
 
 
-@pytest.mark.shows("K20")
-@pytest.mark.parametrize("who", ["VLLM::Worker", ""], ids=["its workers", "all of it"])
-def test_a_d_that_is_stopped_past_the_lease_gives_its_own_tokens(
-    who: str,
-    p: Server,
-    pd: Deployment,
-    prompts: Iterator[str],
-    plain: Plain,
-    overwritten: Callable[[], None],
-    note: Note,
-) -> None:
-    """Where the workers alone are stopped, D's scheduler decides to read within the lease.
+def sent_to_stopped(
+    who: str, d: Server, ask: Callable[[], Answer], overwritten: Callable[[], None]
+) -> Answer:
+    """D, or a part of it, is stopped when the request comes, and goes on when it is too late.
 
-    Where all of D is, it sees the request when it goes on, and then nothing has told it that time
-    has passed.
+    Where the workers alone are, D's scheduler decides to read within the lease. Where all of D is,
+    it sees the request when it goes on, and then nothing has told it that time has passed.
     """
-    read_in_time(p, pd.d, next(prompts), plain)
-    prompt = next(prompts)
-    params = prefill(p, prompt)
-    read = pd.d.metric("nixl_bytes_transferred_sum")
     with ThreadPoolExecutor(1) as pool:
-        with pd.d.stopped(who):
-            asked = pool.submit(served, pd.d, prompt, params)
+        with d.stopped(who):
+            asked = pool.submit(ask)
             overwritten()
             assert not asked.done(), f"D answers while it is stopped: {asked.result()}"
-        answer = asked.result()
+        return asked.result()
+
+
+@pytest.mark.shows("K20")
+@pytest.mark.parametrize(
+    "answered",
+    [
+        pytest.param(sent_late, id="the request comes late"),
+        pytest.param(partial(sent_to_stopped, "VLLM::Worker"), id="D's workers are stopped"),
+        pytest.param(partial(sent_to_stopped, ""), id="all of D is stopped"),
+    ],
+)
+def test_a_d_that_reads_after_the_lease_gives_its_own_tokens(
+    answered: Callable[..., Answer],
+    p_short: Server,
+    pd: Deployment,
+    prompts: Iterator[str],
+    plain: Plain,
+    overwritten: Callable[[], None],
+    note: Note,
+) -> None:
+    read_in_time(p_short, pd.d, next(prompts), plain)
+    prompt = next(prompts)
+    ask = partial(served, pd.d, prompt, prefill(p_short, prompt))
+    read = pd.d.metric("nixl_bytes_transferred_sum")
+    answer = answered(pd.d, ask, overwritten)
     note(bytes_read=pd.d.metric("nixl_bytes_transferred_sum") - read, late=prompt)
     assert answer == [plain[prompt]]
-    read_in_time(p, pd.d, next(prompts), plain)
+    read_in_time(p_short, pd.d, next(prompts), plain)
 
 
 def read_in_time(p: Server, d: Server, prompt: str, plain: Plain) -> None:

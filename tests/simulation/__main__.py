@@ -24,7 +24,9 @@ logging.disable(logging.CRITICAL)
 
 from tests.simulation.engine import Shape  # noqa: E402
 from tests.simulation.history import PROFILES, Played, described, play, play_random  # noqa: E402
+from tests.simulation.long import Life, live  # noqa: E402
 from tests.simulation.shrink import shrink  # noqa: E402
+from tests.simulation.sizes import growing  # noqa: E402
 from tests.simulation.timeline import timeline  # noqa: E402
 from tests.simulation.world import Setting, Stage  # noqa: E402
 
@@ -45,6 +47,8 @@ def main() -> None:
     parser.add_argument("--first", default="", help="end as soon as something like this is found")
     parser.add_argument("--history", help="play this one only, by the seed that was printed")
     parser.add_argument("--replay", type=Path, help="play what another side has found, by its file")
+    parser.add_argument("--requests", type=int, help="one life of engines with so many, no others")
+    parser.add_argument("--without", action="append", default=[], help="events it does not have")
     options = parser.parse_args()
     if os.environ.get("PYTHONHASHSEED") != "0":
         sys.exit("PYTHONHASHSEED has to be 0, or sets have another order in each run")
@@ -53,6 +57,9 @@ def main() -> None:
     gc.freeze()
     if options.replay:
         _replay(options.replay, options.out)
+        return
+    if options.requests:
+        _live(options.requests, options.seed, frozenset(options.without), options.out)
         return
     found: dict[str, int] = {}
     start, steps, histories = time.monotonic(), 0, 0
@@ -78,6 +85,30 @@ def main() -> None:
                 break
         seconds = time.monotonic() - start
         end = {"steps": steps, "histories": histories, "seconds": round(seconds, 1), "found": found}
+        print(json.dumps(end), file=out)
+
+
+def _live(requests: int, seed: str, without: frozenset[str], target: Path) -> None:
+    """Let engines serve requests, and write how large their tables are meanwhile."""
+    start, stage = time.monotonic(), Stage()
+    with stage.open(), target.open("w", encoding="utf-8") as out:
+
+        def heard(life: Life) -> None:
+            number, tables = list(life.samples.items())[-1]
+            print(json.dumps({"requests": number, "sizes": tables}), file=out, flush=True)
+
+        life = live(stage, requests, seed, without, heard)
+        for label, lines in life.lines.items():
+            shown = timeline(lines, ["router", "P0", "P1", "D0", "D1"], 40)
+            print(json.dumps({"label": label, "timeline": shown}), file=out)
+        end = {
+            "steps": life.steps,
+            "seconds": round(time.monotonic() - start, 1),
+            "events": life.events,
+            "ends": life.ends,
+            "found": life.found,
+            "growing": growing(list(life.samples.values())),
+        }
         print(json.dumps(end), file=out)
 
 
@@ -120,9 +151,9 @@ def _row(played: Played, seed: str, steps: int, stage: Stage) -> dict[str, Any]:
 
     if shows(played.events):
         shrink(played.events, shows)
-    engines = [f"P{i}" for i in range(len(setting.prefill))]
-    engines += [f"D{i}" for i in range(len(setting.decode))]
-    lines = [line for line in shrunk.world.lines if not _noise(line.words)]
+    columns = ["router", *(f"P{i}" for i in range(len(setting.prefill)))]
+    columns += [f"D{i}" for i in range(len(setting.decode))]
+    lines = [line for line in shrunk.world.lines if not _noise(line.words)][-80:]
     return {
         "label": label,
         "seed": seed,
@@ -131,7 +162,9 @@ def _row(played: Played, seed: str, steps: int, stage: Stage) -> dict[str, Any]:
         "shrunk": shrunk.events,
         "setting": described(setting),
         "engines": asdict(setting),
-        "timeline": timeline(lines[-80:], ["router", *engines], 40),
+        "timeline": timeline(lines, columns, 40),
+        "columns": columns,
+        "lines": [asdict(line) for line in lines],
     }
 
 

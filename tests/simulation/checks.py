@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tests.simulation.text import WRONG
@@ -76,6 +76,8 @@ def _origin(world: World, engine: Engine, req_id: str) -> str:
 
 def after_event(world: World) -> None:
     """What can be seen at any time."""
+    if world.caught:
+        raise world.caught.pop(0)
     if world.wire.misuse:
         raise FoundError("misuse of NIXL", world.wire.misuse[0])
     for engine in world.engines.values():
@@ -100,6 +102,12 @@ def settle(world: World) -> None:
     Raises:
         FoundError: something is.
     """
+    for error in settling(world):
+        raise error
+
+
+def settling(world: World) -> Iterator[FoundError]:
+    """The same, for those who want to know all that is left."""
     _quiet(world)
     held = {
         req_id: job
@@ -111,7 +119,7 @@ def settle(world: World) -> None:
     if held:
         req_id, job = next(iter(held.items()))
         world.note(job.p, f"{req_id}'s blocks are still held, and nobody will read them")
-        raise FoundError("blocks are held until the lease is over", _why_held(job))
+        yield FoundError("blocks are held until the lease is over", _why_held(job))
     things = _left(world)
     for _ in range(LEASES):
         if not things and not _waiting(world):
@@ -123,9 +131,9 @@ def settle(world: World) -> None:
         _drain(world)
         things = _left(world)
     for job in _waiting(world):
-        raise FoundError("a request never ends", "at D" if job.d else "at P")
+        yield FoundError("a request never ends", "at D" if job.d else "at P")
     for thing in things:
-        raise FoundError("something is left", thing)
+        yield FoundError("something is left", thing)
 
 
 LEASES = 50
@@ -192,16 +200,27 @@ def left(world: World, engine: Engine) -> Iterator[str]:
 
 
 def naming(thing: object, ids: Mapping[str, Any]) -> Iterator[str]:
-    """The tables of an object that name one of these requests."""
+    """The tables of an object that name one of these requests; also those of the overlay's objects
+    in it."""
     for name, value in vars(thing).items():
-        if _names(value, ids, depth=3):
+        if _names(value, ids, depth=5 if _is_overlays(value) else 3):
             yield name
 
 
 def _names(value: object, ids: Mapping[str, Any], depth: int) -> bool:
     if isinstance(value, str):
         return value in ids
-    if depth == 0 or not isinstance(value, (dict, set, frozenset, list, tuple)):
+    inside: Iterable[object] = ()
+    if depth == 0:
         return False
-    inside = [*value, *value.values()] if isinstance(value, dict) else [*value]
+    if isinstance(value, dict):
+        inside = [*value, *value.values()]
+    elif isinstance(value, (set, frozenset, list, tuple)):
+        inside = [*value]
+    elif _is_overlays(value):
+        inside = vars(value).values()
     return any(_names(each, ids, depth - 1) for each in inside)
+
+
+def _is_overlays(value: object) -> bool:
+    return type(value).__module__.startswith("vllm_overlay.") and hasattr(value, "__dict__")

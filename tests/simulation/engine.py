@@ -245,6 +245,12 @@ class Engine:
             # 0.23.0 on (#46694), and `speculative_config` would say so.
             scheduler.num_lookahead_tokens = shape.lookahead
             scheduler.use_eagle = True
+            if hasattr(scheduler, "_spec_decode_step_blocks"):  # from 0.31.0 on: kept from loads
+                scheduler.num_spec_tokens = shape.lookahead
+                scheduler._spec_decode_step_blocks = sum(
+                    -(-(1 + 2 * shape.lookahead) // manager.block_size)
+                    for manager in scheduler.kv_cache_manager.coordinator.single_type_managers
+                )
         return scheduler
 
     def _listen(self, **kwargs: Any) -> Listener:  # noqa: ANN401
@@ -387,13 +393,14 @@ class Engine:
         work = []
         for req_id, count in decided.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
-            end = request.num_computed_tokens
+            padded = len(decided.scheduled_spec_decode_tokens.get(req_id, ()))  # all are rejected
+            end = request.num_computed_tokens - padded
             tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
             work.append(
                 Work(
                     req_id,
                     tuple(list(table) for table in tables),
-                    end - count,
+                    end + padded - count,
                     end,
                     end >= request.num_tokens,
                 )

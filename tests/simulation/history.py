@@ -30,6 +30,7 @@ class Profile:
         lengths: tokens of the shortest and the longest prompt.
         readers: into how many requests D's API server may make one.
         refusals: calls that NIXL may refuse.
+        lasting: engines that do not restart.
     """
 
     events: int = 70
@@ -50,6 +51,7 @@ class Profile:
     lengths: tuple[int, int] = (1, 30)
     readers: tuple[int, ...] = (1,)
     refusals: tuple[str, ...] = ()
+    lasting: tuple[str, ...] = ()
 
 
 QUIET: Mapping[str, float] = {
@@ -65,40 +67,41 @@ QUIET: Mapping[str, float] = {
 """Clients ask and get answers; nothing goes wrong, but everything may take its time."""
 
 
-def _profile(more: Mapping[str, float] | None = None, **changes: Any) -> Profile:  # noqa: ANN401
+def profile_of(more: Mapping[str, float] | None = None, **changes: Any) -> Profile:  # noqa: ANN401
+    """What may happen besides the quiet things, and what else is not as usual."""
     return Profile(weights={**QUIET, **(more or {})}, **changes)
 
 
 _RANKS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (1, 4))
 
 PROFILES: Mapping[str, Profile] = {
-    "quiet": _profile(),
-    "clients": _profile({"abort": 1.5, "reject": 1, "drop": 0.3}, policies=("recompute", "fail")),
-    "reads": _profile({"fail": 1.5, "abort": 0.7}, policies=("recompute", "fail")),
-    "hybrid": _profile(
+    "quiet": profile_of(),
+    "clients": profile_of({"abort": 1.5, "reject": 1, "drop": 0.3}, policies=("recompute", "fail")),
+    "reads": profile_of({"fail": 1.5, "abort": 0.7}, policies=("recompute", "fail")),
+    "hybrid": profile_of(
         {"fail": 1.5, "abort": 0.3},
         groups=(("full", "sliding"),),
         policies=("recompute", "fail"),
         blocks=(28, 40),
     ),
-    "window": _profile(groups=(("full", "sliding"),), edge=(True,), blocks=(28, 40)),
-    "ranks": _profile({"fail": 0.7, "abort": 0.7}, ranks=_RANKS[2:]),
-    "latent": _profile({"abort": 0.3}, mla=(True,), ranks=((2, 1), (4, 1), (4, 2), (2, 2))),
-    "readers": _profile(readers=(1, 2)),
-    "handshakes": _profile(
+    "window": profile_of(groups=(("full", "sliding"),), edge=(True,), blocks=(28, 40)),
+    "ranks": profile_of({"fail": 0.7, "abort": 0.7}, ranks=_RANKS[2:]),
+    "latent": profile_of({"abort": 0.3}, mla=(True,), ranks=((2, 1), (4, 1), (4, 2), (2, 2))),
+    "readers": profile_of(readers=(1, 2)),
+    "handshakes": profile_of(
         {"job_breaks": 3, "abort": 3},
         engines=((1, 1), (2, 1)),
         groups=(("full",), ("full", "sliding")),
         blocks=(28, 40),
     ),
-    "nodes": _profile({"drop": 0.5}, nodes=(2,), ranks=((2, 2), (2, 1))),
-    "leases": _profile(
+    "nodes": profile_of({"drop": 0.5}, nodes=(2,), ranks=((2, 2), (2, 1))),
+    "leases": profile_of(
         {"time": 4, "drop": 1, "move": 1, "deliver": 8, "ask": 4, "tick": 16},
         times=(0.2, 4.0, 9.0),
         events=120,
         blocks=(30, 40),
     ),
-    "async": _profile(
+    "async": profile_of(
         {"abort": 4, "ask": 4, "plain": 4, "forward": 10, "tick": 25, "job": 10, "move": 12},
         asynchronous=(True,),
         blocks=(11, 13),
@@ -107,7 +110,7 @@ PROFILES: Mapping[str, Profile] = {
         jobs=25,
         events=250,
     ),
-    "full": _profile(
+    "full": profile_of(
         {"ask": 6, "forward": 8, "plain": 4, "tick": 20, "job": 8, "move": 10},
         asynchronous=(False, True),
         blocks=(11, 14),
@@ -115,24 +118,24 @@ PROFILES: Mapping[str, Profile] = {
         jobs=10,
         events=120,
     ),
-    "crowded": _profile(
+    "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
         asynchronous=(False, True),
         blocks=(11, 14),
         jobs=12,
         events=120,
     ),
-    "lookahead": _profile(lookahead=(2, 3)),
-    "restarts": _profile(
+    "lookahead": profile_of(lookahead=(2, 3)),
+    "restarts": profile_of(
         {"cut": 0.4, "mend": 1, "restart": 0.4, "abort": 0.5},
         engines=((1, 1), (2, 1), (1, 2)),
         policies=("recompute", "fail"),
     ),
-    "refusals": _profile(
+    "refusals": profile_of(
         {"refuse": 1.5, "fail": 0.5, "abort": 0.5},
         refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
     ),
-    "all": _profile(
+    "all": profile_of(
         {
             "abort": 1,
             "reject": 0.4,
@@ -249,8 +252,8 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
         family, shared = chance.randrange(2), chance.choice((0, 4, 8, 13, 40))
         length, tokens = chance.randint(*profile.lengths), chance.randint(1, 8)
         what = family, shared, length, tokens
-        yield "ask", len(world.jobs), chance.choice(p_names), *what
-        yield "plain", len(world.jobs), chance.choice((*p_names, *d_names)), *what
+        yield "ask", world.asked, chance.choice(p_names), *what
+        yield "plain", world.asked, chance.choice((*p_names, *d_names)), *what
     for number, job in world.jobs.items():
         if not job.answered and not job.dropped:
             yield "abort", number, "P"
@@ -278,7 +281,9 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
     yield "time", chance.choice(profile.times)
     p, d = chance.choice(p_names), chance.choice(d_names)
     yield "cut", p, d
-    yield "restart", chance.choice((p, d)), chance.random() < 0.5
+    name, anew = chance.choice((p, d)), chance.random() < 0.5
+    if name not in profile.lasting:
+        yield "restart", name, anew
     for pair in world.wire.cut:
         yield "mend", *sorted(pair)
     for call in profile.refusals:

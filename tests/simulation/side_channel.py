@@ -112,7 +112,7 @@ class Question:
 
 
 class LeaseTalk:
-    """Stands in for K20's thread: what D's scheduler asks about a lease is a job of its place."""
+    """Stands in for K20's sockets: what D's scheduler asks about a lease is a job of its place."""
 
     def __init__(self, jobs: Jobs, reach: Callable[[str, list[bytes]], list[bytes]]) -> None:
         self._jobs, self._reach = jobs, reach

@@ -124,6 +124,19 @@ def test_a_read_into_the_block_of_another(stage: Stage) -> None:
     world.close()
 
 
+def test_a_read_into_blocks_that_were_given_up(world: World) -> None:
+    """Found when it is posted, though the worker takes what is raised then for NIXL's."""
+    prefilled(world)
+    world.apply(("forward", 0, "D0", 1))
+    world.apply(("tick", "D0"))
+    d = world.engines["D0"]
+    d.scheduler.kv_cache_manager.free(d.scheduler.requests["r0-d0"])
+    with pytest.raises(FoundError, match="blocks of nobody"):
+        for _ in range(4):
+            world.apply(("job", "D0", 0))
+            world.apply(("tick", "D0"))
+
+
 def test_an_engine_that_dies(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     prefilled(world)
     monkeypatch.setattr(world.engines["D0"].scheduler, "requests", None)

@@ -172,6 +172,11 @@ class Wire:
                 agent.alive = False
         self._lose()
 
+    def forget(self) -> None:
+        """Let go of what agents had whose processes have ended, and of reads that NIXL keeps."""
+        for agent in self.agents.values():
+            agent.forget()
+
     def _lose(self) -> None:
         for read in list(self.reads):
             if not self.connected(read.reader, read.owner):
@@ -205,6 +210,14 @@ class Agent:
         """The reads that are over, and whose handles nobody tried to release."""
         reads = self._reads.values()
         return [r for r in reads if not r.released and "refused" not in r.tag]
+
+    def forget(self) -> None:
+        """See `Wire.forget`."""
+        refused = [r.handle for r in self._reads.values() if "refused" in r.tag]
+        for handle in refused if self.alive else [*self._reads]:
+            del self._reads[handle]
+        if not self.alive:
+            self._lists.clear()
 
     # For the worker.
 
@@ -282,7 +295,10 @@ class Agent:
         return read.state
 
     def check_xfer_state(self, handle: int) -> str:
-        return self._read(handle, "check_xfer_state").state
+        read = self._read(handle, "check_xfer_state")
+        if not read.posted:
+            raise WireError("NIXL_ERR_NOT_POSTED")  # as NIXL 1.5.1 says
+        return read.state
 
     def get_xfer_telemetry(self, handle: int) -> object:
         self._read(handle, "get_xfer_telemetry")

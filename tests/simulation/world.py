@@ -8,8 +8,10 @@ way) does nothing; that is why every part of a history is one.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import sys
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -29,6 +31,9 @@ from tests.support.nixl_release import NixlConnectorWorker
 Event = tuple[Any, ...]
 
 ROUTER = "router"
+START_S = 11.0
+"""Until an engine that was started again answers on its side channel. vLLM takes longer, and K20
+needs it to: P may be asked about a lease just before it ends, and promises 10 s at the most."""
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,21 @@ class Job:
 
 @dataclass
 class Line:
-    """A line of the timeline."""
+    """A line of the timeline.
+
+    Attributes:
+        to: who is reached by it at once.
+        begins, ends: a name of what takes its time and begins, or ends, with this line.
+        origin: where that comes from, if not from `who`.
+    """
 
     time: float
     who: str
     words: str
+    to: str = ""
+    begins: str = ""
+    ends: str = ""
+    origin: str = ""
 
 
 class Stage:
@@ -127,6 +142,8 @@ class World:
         jobs: by number.
         lines: what has happened so far.
         steps: how many events that were.
+        asked: how many requests clients have made, also those that were forgotten.
+        caught: what was found where the release catches all that is raised; the oldest first.
     """
 
     def __init__(self, setting: Setting, stage: Stage) -> None:
@@ -140,14 +157,19 @@ class World:
         self.lines: list[Line] = []
         self.engines: dict[str, Engine] = {}
         self.shapes: dict[str, Shape] = {}
-        self.steps = 0
+        self.steps = self.asked = 0
+        self.caught: list[FoundError] = []
         self.requests: dict[str, Job] = {}
-        self._kicks: dict[str, Text] = {}
+        self._others: dict[str, Text] = {}  # of no client, or of one that was forgotten
+        self._kicked = itertools.count()
         self._incarnations: dict[str, int] = {}
         self.noticed: dict[str, list[str]] = {}
         self.bad_reads: dict[str, str] = {}
         self.failed: set[str] = set()
         self.restarted: set[str] = set()
+        self._up: dict[str, float] = {}
+        self._named = itertools.count()
+        self._under_way: dict[tuple[str, str], deque[str]] = {}  # notifications, by channel
         wire = self.wire
         wire.on_post, wire.on_copy = self._posted, self._copied
         wire.on_sent, wire.on_lost, wire.on_delivered = self._sent, self._lost, self._delivered
@@ -168,8 +190,8 @@ class World:
 
     # What the surroundings do.
 
-    def note(self, who: str, words: str) -> None:
-        self.lines.append(Line(self.clock.now, who, words))
+    def note(self, who: str, words: str, **more: str) -> None:
+        self.lines.append(Line(self.clock.now, who, words, **more))
 
     def executor(self) -> Jobs:
         """A thread pool of the place that is running."""
@@ -189,7 +211,8 @@ class World:
         asking = self.clock.here.engine
         host = path.removeprefix("tcp://").rsplit(":", 1)[0]
         for engine in self.engines.values():
-            if engine.host == host and frozenset((asking, engine.name)) not in self.wire.cut:
+            reached = engine.host == host and frozenset((asking, engine.name)) not in self.wire.cut
+            if reached and self.clock.now >= self._up.get(engine.name, 0.0):
                 return engine.answer(question)
         for job in self.jobs.values():
             if job.d == asking:
@@ -197,7 +220,7 @@ class World:
         raise zmq.Again
 
     def _text_of(self, req_id: str) -> Text:
-        return self.requests[req_id].text if req_id in self.requests else self._kicks[req_id]
+        return self.requests[req_id].text if req_id in self.requests else self._others[req_id]
 
     def _posted(self, read: Read) -> None:
         d, p = self._pair(read)
@@ -211,9 +234,10 @@ class World:
         number = int(remote_id[1:].split("-")[0])
         read.tag.update(request=here[0] if here else None, remote=remote_id, number=number)
         words = f"reads {len(read.pairs)} pieces of {remote_id} from {p.name}"
-        self.note(d.name, f"{here[0] if here else '?'}: rank {read.reader.place.rank} {words}")
-        if not here:
-            raise FoundError("a read into blocks of nobody", f"{d.name}: {sorted(blocks)}")
+        who = f"{here[0] if here else '?'}: rank {read.reader.place.rank}"
+        self.note(d.name, f"{who} {words}", begins=f"read {read.handle}", origin=p.name)
+        if not here:  # a worker that posts a read takes whatever is raised for a refusal of NIXL's
+            self.caught.append(FoundError("a read into blocks of nobody", f"{d.name[0]}"))
 
     def _copied(self, read: Read, count: int) -> None:
         """Some of a read is about to be copied: by whom is what it reads and writes held now?"""
@@ -238,24 +262,30 @@ class World:
             self.bad_reads[request] = f"{p.name} no longer holds {remote}: {why}"
             self.note(p.name, f"{remote}'s blocks are read, and not held: {why}")
         done = read.copied + count == len(read.pairs)
-        self.note(d.name, f"{request}: read {'is complete' if done else 'goes on'}")
+        ends = f"read {read.handle}" if done else ""
+        self.note(d.name, f"{request}: read {'is complete' if done else 'goes on'}", ends=ends)
 
     def _pair(self, read: Read) -> tuple[Engine, Engine]:
         return self.engines[read.reader.place.engine], self.engines[read.owner.place.engine]
 
     def _sent(self, sender: Agent, receiver: Agent, payload: bytes) -> None:
         words = f"tells {receiver.place.engine}.{receiver.place.rank}: {payload.decode()}"
-        self.note(sender.place.engine, words)
+        name = f"word {next(self._named)}"
+        self._under_way.setdefault((sender.name, receiver.name), deque()).append(name)
+        self.note(sender.place.engine, words, begins=name)
 
     def _delivered(self, sender: str, receiver: str, payload: bytes) -> None:
         place = self.wire.agents[receiver].place
         words = payload.decode(errors="replace")
         if not payload.startswith(b"HB:"):
             self.noticed.setdefault(words.rsplit(":", 1)[0], []).append(sender)
-        self.note(place.engine, f"rank {place.rank} gets {words}")
+        name = self._under_way[sender, receiver].popleft()
+        self.note(place.engine, f"rank {place.rank} gets {words}", ends=name)
 
     def _lost(self, sender: Agent, receiver: Agent, payload: bytes) -> None:
         """A notification will never arrive; P cannot know better than by its lease."""
+        if not self.wire.connected(sender, receiver):
+            self._under_way.pop((sender.name, receiver.name), None)
         self.note(sender.place.engine, f"lost: {payload.decode(errors='replace')}")
         job = self.requests.get(payload.decode(errors="replace").rsplit(":", 1)[0])
         if job is not None:
@@ -282,8 +312,9 @@ class World:
         if number in self.jobs or p not in self.engines:
             return
         job = Job(number, p, Text(prompt(family, shared, number, length)), length, tokens)
+        self.asked = number + 1
         self.jobs[number] = self.requests[job.prefill_id] = job
-        self.note(ROUTER, f"r{number}: {length} tokens to {p}")
+        self.note(ROUTER, f"r{number}: {length} tokens to {p}", to=p)
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -303,9 +334,10 @@ class World:
         job = Job(number, "", Text(prompt(family, shared, number, length)), length, tokens)
         job.answered, job.d = True, name
         req_id = f"r{number}-x"
+        self.asked = number + 1
         self.jobs[number] = self.requests[req_id] = job
         job.readers[req_id] = None
-        self.note(ROUTER, f"r{number}: {length} tokens to {name} alone")
+        self.note(ROUTER, f"r{number}: {length} tokens to {name} alone", to=name)
         self.engines[name].add(req_id, job.text, length, tokens, None)
 
     def _event_forward(self, number: int, d: str, readers: int) -> None:
@@ -314,7 +346,7 @@ class World:
         if job is None or not job.at_router or d not in self.engines:
             return
         job.d = d
-        self.note(ROUTER, f"r{number} to {d}" + (f" as {readers}" if readers > 1 else ""))
+        self.note(ROUTER, f"r{number} to {d}" + (f" as {readers}" if readers > 1 else ""), to=d)
         for i in range(readers):
             req_id = f"r{number}-d{i}"
             job.readers[req_id] = None
@@ -328,7 +360,7 @@ class World:
         if job is None or not job.at_router or d not in self.engines:
             return
         job.d = d
-        self.note(ROUTER, f"r{number}: {d} rejects it")
+        self.note(ROUTER, f"r{number}: {d} rejects it", to=d)
         if job.answer is not None:
             self.engines[d].reject(f"r{number}", json.loads(json.dumps(job.answer)))
 
@@ -347,12 +379,12 @@ class World:
             return
         if side == "P" and not job.answered and not job.dropped and job.p in self.engines:
             job.dropped = True
-            self.note(ROUTER, f"r{number}: aborted at {job.p}")
+            self.note(ROUTER, f"r{number}: aborted at {job.p}", to=job.p)
             self.engines[job.p].abort(job.prefill_id)
         for req_id, finish in job.readers.items():
             if side == "D" and finish is None and job.d in self.engines:
                 job.readers[req_id] = "abort"
-                self.note(ROUTER, f"r{number}: aborted at {job.d}")
+                self.note(ROUTER, f"r{number}: aborted at {job.d}", to=job.d)
                 self.engines[job.d].abort(req_id)
 
     def _event_tick(self, name: str) -> None:
@@ -395,7 +427,8 @@ class World:
     def _event_fail(self, number: int, rank: int) -> None:
         """The oldest read of a request at a rank ends in an error."""
         for read in self._reads(number, rank):
-            self.note(read.reader.place.engine, f"{read.tag['request']}: a read fails")
+            words = f"{read.tag['request']}: a read fails"
+            self.note(read.reader.place.engine, words, ends=f"read {read.handle}")
             self.failed.add(read.tag["request"])
             self.wire.fail(read)
             return
@@ -435,11 +468,10 @@ class World:
             return
         self._excuse(name)
         self.restarted.add(name)
+        self._up[name] = self.clock.now + START_S
         self.wire.kill(name)
         engine.end()
-        for jobs in self.executors:
-            if jobs.place.engine == name:
-                jobs.shutdown()
+        self.executors = [jobs for jobs in self.executors if jobs.place.engine != name]
         for job in self.jobs.values():
             if job.p == name and not job.answered:
                 job.dropped = True
@@ -471,19 +503,20 @@ class World:
             if job.answered:
                 raise FoundError("a request ended twice", f"{told.req_id} at {engine.name}")
             job.answered, job.answer = True, told.params
-            self.note(engine.name, f"{told.req_id} is answered: {told.finish}")
+            self.note(engine.name, f"{told.req_id} is answered: {told.finish}", to=ROUTER)
         elif job.readers.get(told.req_id) is not None:
             raise FoundError("a request ended twice", f"{told.req_id} at {engine.name}")
         else:
             job.readers[told.req_id] = told.finish
-            self.note(engine.name, f"{told.req_id} has ended: {told.finish}")
+            self.note(engine.name, f"{told.req_id} has ended: {told.finish}", to=ROUTER)
 
     # The end of a history.
 
     def kick(self, name: str) -> None:
         """Give an engine a request that has nothing to do with others."""
-        req_id = f"k{len(self._kicks)}-{name}"
-        text = self._kicks[req_id] = Text(prompt(1000 + len(self._kicks), 1, 0, 1))
+        number = next(self._kicked)
+        req_id = f"k{number}-{name}"
+        text = self._others[req_id] = Text(prompt(1000 + number, 1, 0, 1))
         with self._all_alive():
             self.engines[name].add(req_id, text, 1, 1, None)
 
@@ -514,6 +547,21 @@ class World:
         for name in list(self.engines):
             self.apply(("tick", name))
         self.clock.now += seconds
+
+    def forget(self) -> None:
+        """Know no more of requests, so that the next are as the first; the engines go on."""
+        known = {**self._others, **{req_id: job.text for req_id, job in self.requests.items()}}
+        engines = self.engines.values()
+        held = {req_id for engine in engines for req_id in engine.scheduler.requests}
+        self._others = {req_id: text for req_id, text in known.items() if req_id in held}
+        for memory in (self.jobs, self.requests, self.noticed, self.bad_reads):
+            memory.clear()
+        self.failed.clear()
+        self.lines.clear()
+        for engine in engines:
+            for told in (engine.wrong, engine.asked, engine.reported):
+                told.clear()
+        self.wire.forget()
 
     def close(self) -> None:
         """Let go of the engines; their memory is no longer used by anyone."""
