@@ -1,16 +1,18 @@
 """Transfers in both directions, from 0.21.0 on: P also reads what D keeps of its requests.
 
-A second turn of a conversation goes to P with what D has answered to the first.
+A second turn of a conversation goes to P with what D has answered to the first. Releases before
+that compute it, and keep nothing.
 """
 
 from __future__ import annotations
 
 from typing import Any, TypeVar
 
-import pytest
-
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import peer_port
+
+TWO_WAY = "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.two_way"
+"""The overlay's module for them, which a patched release has if it has them."""
 
 _Engine = TypeVar("_Engine", bound=IdleEngine)
 
@@ -18,8 +20,6 @@ _Engine = TypeVar("_Engine", bound=IdleEngine)
 def two_way(engine: _Engine, keeps: float = 100.0) -> _Engine:
     """Set an engine up for it; as D it keeps the blocks of a request for `keeps` seconds."""
     side = vars(engine.scheduler.connector)["connector_scheduler"]
-    if "is_bidirectional_kv_xfer_enabled" not in vars(side):
-        pytest.skip("from 0.21.0 on")
     vars(side).update(
         is_bidirectional_kv_xfer_enabled=True,
         kv_recompute_threshold=0,

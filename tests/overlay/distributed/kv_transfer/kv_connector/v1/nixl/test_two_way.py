@@ -10,11 +10,9 @@ import pytest
 from tests.regressions.test_k25 import KEPT, PROMPT, is_answered, prefill
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
-from tests.support.two_way import second_turn, two_way
+from tests.support.two_way import TWO_WAY, second_turn, two_way
 
-pytest.importorskip(
-    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.two_way", reason="from 0.21.0 on"
-)
+pytest.importorskip(TWO_WAY, reason="from 0.21.0 on")
 
 
 def known(engine: IdleEngine) -> set[str]:
@@ -24,6 +22,7 @@ def known(engine: IdleEngine) -> set[str]:
 
 def test_a_second_turn_reads_what_is_kept_once() -> None:
     engine = prefill()
+    engine.scheduler.max_num_scheduled_tokens = 2048
     nixl_of(engine.worker).finish(*nixl_of(engine.worker).in_flight())
     steps = [engine.step() for _ in range(3)]
     assert [step.computed["turn-2"] for step in steps if step.computed] == [(KEPT, len(PROMPT))]
