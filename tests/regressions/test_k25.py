@@ -19,7 +19,7 @@ KEPT = 40
 
 
 def prefill() -> IdleEngine:
-    """P, in the middle of a second turn: it reads what D has kept, and computes 16 tokens a step."""
+    """P, in a second turn: it reads what D has kept, and computes 16 tokens a step."""
     engine = two_way(IdleEngine())
     engine.scheduler.max_num_scheduled_tokens = 16
     connect(engine.worker, "P")

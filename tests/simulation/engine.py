@@ -68,6 +68,8 @@ class Shape:
         lookahead: slots that a speculative decoder wants beyond a request's tokens.
         edge: also the oldest token of a sliding window is looked at. Where the whole prompt was
             received, releases have given its block up by then: docs/simulation.md.
+        keeps: seconds for which D keeps the blocks of what it has answered, for P to read in a
+            second turn; None for transfers in one direction. From 0.21.0 on, which have both.
     """
 
     ranks: int = 1
@@ -83,6 +85,18 @@ class Shape:
     prefix_caching: bool = True
     lookahead: int = 0
     edge: bool = False
+    keeps: int | None = None
+
+    @property
+    def extra_config(self) -> dict[str, Any]:
+        """What the connector is told."""
+        if self.keeps is None:
+            return {}
+        return {
+            "bidirectional_kv_xfer": True,
+            "kv_recompute_threshold": 0,
+            "decoder_kv_blocks_ttl": self.keeps,
+        }
 
 
 class DiedError(Exception):
@@ -211,6 +225,7 @@ class Engine:
                 num_blocks=shape.blocks,
                 policy=shape.policy,
                 prefix_caching=shape.prefix_caching,
+                extra_config=shape.extra_config,
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
             kind = type(worker).__name__

@@ -31,6 +31,7 @@ class Profile:
         readers: into how many requests D's API server may make one.
         refusals: calls that NIXL may refuse.
         lasting: engines that do not restart.
+        keeps: see `Shape`.
     """
 
     events: int = 70
@@ -52,6 +53,7 @@ class Profile:
     readers: tuple[int, ...] = (1,)
     refusals: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()
+    keeps: int | None = None
 
 
 QUIET: Mapping[str, float] = {
@@ -135,6 +137,18 @@ PROFILES: Mapping[str, Profile] = {
         {"refuse": 1.5, "fail": 0.5, "abort": 0.5},
         refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
     ),
+    "turns": profile_of(
+        {"again": 4, "fail": 1, "abort": 0.5, "time": 2},
+        keeps=30,
+        times=(0.01, 0.2, 1.0, 9.0),
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        blocks=(60, 80),
+        p_blocks=(14, 24),
+        lengths=(1, 20),
+        jobs=9,
+        events=120,
+    ),
     "all": profile_of(
         {
             "abort": 1,
@@ -182,6 +196,7 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
             policy=chance.choice(profile.policies),
             lookahead=lookahead,
             edge=edge,
+            keeps=profile.keeps,
         )
 
     return Setting(
@@ -263,6 +278,9 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
             yield "drop", number
         elif not job.over:
             yield "abort", number, "D"
+        if job.kept is not None and job.over and len(world.jobs) < profile.jobs:
+            more, tokens = chance.randint(1, 8), chance.randint(1, 8)
+            yield "again", world.asked, number, chance.choice(p_names), more, tokens
     for name, engine in world.engines.items():
         yield "tick", name
         if any(step.tokens is None for step in engine.steps):

@@ -56,6 +56,8 @@ class Job:
         answer: what P's answer says about its KV; None as long as there is none.
         readers: its requests on D by id; the finish reason once they have ended.
         excused: why P may keep its blocks until the lease is over; empty if it may not.
+        kept: what D's answer says about the KV that it keeps for a second turn, if it does.
+        earlier: the request of which this is the second turn.
     """
 
     number: int
@@ -70,6 +72,8 @@ class Job:
     dropped: bool = False
     excused: str = ""
     told: dict[str, list[int]] = field(default_factory=dict)
+    kept: dict[str, Any] | None = None
+    earlier: Job | None = None
 
     @property
     def prefill_id(self) -> str:
@@ -228,9 +232,9 @@ class World:
         blocks = {i % self.shapes[d.name].blocks for i in read.local}
         holders = {one for block in blocks for one in d.holders(block)}
         owners = [r for r in holders if blocks <= d.blocks_of(r)]
-        mine = [r for r in owners if r in self.requests and self.requests[r].d == d.name]
+        mine = [r for r in owners if r in self.requests]
         job = self.requests.get(remote_id)
-        here = [r for r in mine if job is not None and r in job.readers]
+        here = [r for r in mine if job is not None and r in self._readers_of(job, d.name)]
         number = int(remote_id[1:].split("-")[0])
         read.tag.update(request=here[0] if here else None, remote=remote_id, number=number)
         words = f"reads {len(read.pairs)} pieces of {remote_id} from {p.name}"
@@ -238,6 +242,11 @@ class World:
         self.note(d.name, f"{who} {words}", begins=f"read {read.handle}", origin=p.name)
         if not here:  # a worker that posts a read takes whatever is raised for a refusal of NIXL's
             self.caught.append(FoundError("a read into blocks of nobody", f"{d.name[0]}"))
+
+    def _readers_of(self, job: Job, reader: str) -> list[str]:
+        """The requests at an engine that may read a job's KV: D's, and P's for a second turn."""
+        turns = [j.prefill_id for j in self.jobs.values() if j.earlier is job and j.p == reader]
+        return [*turns, *(job.readers if job.d == reader else ())]
 
     def _copied(self, read: Read, count: int) -> None:
         """Some of a read is about to be copied: by whom is what it reads and writes held now?"""
@@ -311,10 +320,7 @@ class World:
         """A client's prompt comes to P."""
         if number in self.jobs or p not in self.engines:
             return
-        job = Job(number, p, Text(prompt(family, shared, number, length)), length, tokens)
-        self.asked = number + 1
-        self.jobs[number] = self.requests[job.prefill_id] = job
-        self.note(ROUTER, f"r{number}: {length} tokens to {p}", to=p)
+        text = Text(prompt(family, shared, number, length))
         params = {
             "do_remote_decode": True,
             "do_remote_prefill": False,
@@ -323,7 +329,25 @@ class World:
             "remote_host": None,
             "remote_port": None,
         }
-        self.engines[p].add(job.prefill_id, job.text, length, 1, params)
+        self._prefill(Job(number, p, text, length, tokens), params)
+
+    def _event_again(self, number: int, earlier: int, p: str, more: int, tokens: int) -> None:
+        """A second turn comes to P: what was said until now and `more` tokens, with D's word on
+        what it keeps of it."""
+        first = self.jobs.get(earlier)
+        if number in self.jobs or first is None or first.kept is None or p not in self.engines:
+            return
+        said = first.length + len(first.told[first.kept["remote_request_id"]])
+        text = Text([*first.text.tokens[:said], *prompt(0, 0, number, more)])
+        job = Job(number, p, text, said + more, tokens, earlier=first)
+        self._prefill(job, json.loads(json.dumps(first.kept)))
+
+    def _prefill(self, job: Job, params: dict[str, Any]) -> None:
+        self.asked = job.number + 1
+        self.jobs[job.number] = self.requests[job.prefill_id] = job
+        turn = f", after r{job.earlier.number}" if job.earlier else ""
+        self.note(ROUTER, f"r{job.number}: {job.length} tokens to {job.p}{turn}", to=job.p)
+        self.engines[job.p].add(job.prefill_id, job.text, job.length, 1, params)
 
     def _event_plain(
         self, number: int, name: str, family: int, shared: int, length: int, tokens: int
@@ -508,6 +532,7 @@ class World:
             raise FoundError("a request ended twice", f"{told.req_id} at {engine.name}")
         else:
             job.readers[told.req_id] = told.finish
+            job.kept = told.params or job.kept
             self.note(engine.name, f"{told.req_id} has ended: {told.finish}", to=ROUTER)
 
     # The end of a history.
