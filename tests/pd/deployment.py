@@ -147,12 +147,12 @@ class Deployment:
             server.stop()
 
 
-def ask(d: Server, prompt: str, params: Params) -> httpx.Response:
+def ask(d: Server, prompt: object, params: Params) -> httpx.Response:
     """Have `d` go on with what a P is said to hold."""
     return d.post("/v1/completions", body(prompt, TOKENS, kv_transfer_params=params))
 
 
-def served(d: Server, prompt: str, params: Params) -> list[list[int]] | str:
+def served(d: Server, prompt: object, params: Params) -> list[list[int]] | str:
     """Return the tokens of each choice that `d` answers with, wherever the KV came from.
 
     Where there are none, or D has answered and is gone, return what happened instead.

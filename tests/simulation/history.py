@@ -138,16 +138,18 @@ PROFILES: Mapping[str, Profile] = {
         refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
     ),
     "turns": profile_of(
-        {"again": 4, "fail": 1, "abort": 0.5, "time": 2},
+        {"ask": 0.5, "again": 8, "fail": 0.5, "abort": 0.2, "tick": 20, "job": 8, "move": 8},
         keeps=30,
         times=(0.01, 0.2, 1.0, 9.0),
+        ranks=((1, 1), (2, 1), (1, 2), (2, 2)),
+        groups=(("full",), ("full", "sliding")),
         asynchronous=(False, True),
         policies=("recompute", "fail"),
         blocks=(60, 80),
-        p_blocks=(14, 24),
+        p_blocks=(20, 34),
         lengths=(1, 20),
-        jobs=9,
-        events=120,
+        jobs=12,
+        events=200,
     ),
     "all": profile_of(
         {
@@ -269,6 +271,7 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
         what = family, shared, length, tokens
         yield "ask", world.asked, chance.choice(p_names), *what
         yield "plain", world.asked, chance.choice((*p_names, *d_names)), *what
+    continued = {job.earlier.number for job in world.jobs.values() if job.earlier}
     for number, job in world.jobs.items():
         if not job.answered and not job.dropped:
             yield "abort", number, "P"
@@ -278,7 +281,9 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
             yield "drop", number
         elif not job.over:
             yield "abort", number, "D"
-        if job.kept is not None and job.over and len(world.jobs) < profile.jobs:
+        if job.kept is None or not job.over or len(world.jobs) >= profile.jobs:
+            continue
+        if number not in continued or chance.random() < 0.02:
             more, tokens = chance.randint(1, 8), chance.randint(1, 8)
             yield "again", world.asked, number, chance.choice(p_names), more, tokens
     for name, engine in world.engines.items():
