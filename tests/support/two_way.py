@@ -25,8 +25,7 @@ def two_way(engine: _Engine, keeps: float = 100.0) -> _Engine:
         kv_recompute_threshold=0,
         decoder_kv_blocks_ttl=keeps,
     )
-    config = engine.worker.vllm_config.kv_transfer_config
-    assert config is not None
+    config: Any = engine.worker.vllm_config.kv_transfer_config
     config.kv_connector_extra_config["bidirectional_kv_xfer"] = True
     return engine
 

@@ -313,13 +313,16 @@ def test_a_second_turn_does_not_use_what_the_decode_server_has_given_away(
 ) -> None:
     """What upstream's #47021 is about: there the roles are the other way round."""
     pytest.importorskip(TWO_WAY, reason="from 0.21.0 on")
-    with prefill_server() as decode:
-        two_way(decode, keeps=0.05 if late else 100.0)
+    keeps = 0.05 if late else 100.0
+    with prefill_server(keeps) as decode:
+        two_way(decode, keeps)
         connect(decode.worker, "P")
         begin(decode, p.prefill("at-p", PROMPT), "turn-1")
         assert used(end(decode, 1.0), "turn-1")
         offer = decode.answers["turn-1"] | {"remote_engine_id": "P"}
         assert offer["do_remote_decode"]
+        if late:
+            decode.outlive_leases()
         assert ("turn-1" in decode.scheduler.requests) is not late
         prefill = two_way(decode_server())
         begin(prefill, offer, "turn-2")
