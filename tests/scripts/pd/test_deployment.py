@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.patchset.registry import Unpatched
+from scripts.patchset.registry import Spared, Unpatched
 from scripts.pd.deployment import Scenario, enter, faults_of, write_report
 from scripts.pd.environment import _pinned, _requirements
 from scripts.pd.picture import draw
@@ -55,6 +55,20 @@ def test_a_defect_that_another_patch_closes_is_absent_on_patched() -> None:
     registry = toys.registry(toys.fix("2"), toys.fix("1", unpatched=(why,)))
     scenarios = {NODE: Scenario(NODE, ("1",), {"stock": FAILED, "patched": PASSED})}
     assert list(faults_of(scenarios, BOTH, "0.20.2", registry)) == []
+
+
+def test_a_scenario_that_the_release_does_not_show_passes_on_both_sides() -> None:
+    spared = Spared(">=0.20", (NODE,), "upstream has that part")
+    registry = toys.registry(toys.fix("1", spared=(spared,)))
+
+    def said(stock: Outcome) -> list[str]:
+        scenarios = {NODE: Scenario(NODE, ("1",), {"stock": stock, "patched": PASSED})}
+        return list(faults_of(scenarios, BOTH, "0.20.2", registry))
+
+    assert said(PASSED) == []
+    assert said(FAILED) == [
+        f"stock: {NODE} failed, expected passed (tests/pd/test_one.py:5: {FAILED.message})"
+    ]
 
 
 def test_one_of_several_defects_is_enough() -> None:

@@ -157,7 +157,8 @@ class TestOfAPartThatAReleaseDoesNotHave:
     def faults(
         self, *, part: Outcome, rest: Outcome = FAILED, releases: str = "==0.20.2"
     ) -> list[str]:
-        spared = Spared(releases, [f"{FILE.format(1)}::part"], "upstream has that part")
+        parts = [f"{FILE.format(1)}::part", "tests/pd/test_one.py::of_a_deployment"]
+        spared = Spared(releases, parts, "upstream has that part")
         known = toys.registry(toys.fix("1", spared=(spared,)), toys.fix("2"))
         stock = {**outcomes(_1=rest), f"{FILE.format(1)}::part[a]": part}
         patched = dict.fromkeys(stock, PASSED)
