@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
+from itertools import islice
 from pathlib import Path
 
 from tests.support.harness import HarnessError
@@ -25,13 +27,21 @@ def cores(first: int, count: int = 1) -> str:
     return "|".join(str(own[(first + n) % len(own)]) for n in range(count))
 
 
+_PORTS = iter(random.sample(range(20_000, 32_768), 10_000))
+"""Below those that Linux gives to outgoing connections: one of these would take a port between here
+and the start of its server. None is given twice."""
+
+
 def free_ports(count: int) -> list[int]:
-    """Return `count` different ports of the loopback interface that nobody listens on."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
+    """Return `count` ports of the loopback interface that nobody uses."""
+    return list(islice(filter(_is_free, _PORTS), count))
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one, suppress(OSError):
+        one.bind(("127.0.0.1", port))
+        return True
+    return False
 
 
 class Group:
