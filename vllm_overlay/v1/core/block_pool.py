@@ -60,7 +60,9 @@ class SparesRunningSteps:
 
         For a load, those that do are brought to the front; else the order of the blocks stays.
         """
-        used = set[int]().union(*self._freed) if loaded_tokens else set[int]()
+        if not loaded_tokens:  # nearly always
+            return True
+        used = set[int]().union(*self._freed)
         if not used:
             return True
         passed = []

@@ -43,7 +43,8 @@ def last_received_gives_way(schedule: Schedule) -> Schedule:
     @wraps(schedule)
     def schedule_and_free(self: Scheduler, *args: bool, **kwargs: bool) -> SchedulerOutput:
         decided = schedule(self, *args, **kwargs)
-        if not decided.total_num_scheduled_tokens and not self.running:
+        idle = not decided.total_num_scheduled_tokens and not self.running
+        if idle and (self.waiting or self.skipped_waiting):
             last = _last_of_the_stuck(self)
             if last is not None:
                 self.skipped_waiting.remove_requests([last])

@@ -92,7 +92,7 @@ def received_first(select: Select) -> Select:
     @wraps(select)
     def select_received(self: Scheduler) -> RequestQueue | None:
         queue = select(self)
-        if queue is None or not _starts_again(self, queue.peek_request()):
+        if queue is None or not _set_back or not _starts_again(self, queue.peek_request()):
             return queue
         if queue is self.skipped_waiting:
             _let_wait(self)

@@ -13,7 +13,6 @@ Only for requests whose blocks a peer is to read. The others' tokens do not depe
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import transfers_with_nixl
 
@@ -24,19 +23,23 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import ModelRunnerOutput
     from vllm.v1.request import Request
 
-_preempted_since: WeakKeyDictionary[Scheduler, dict[int, set[str]]] = WeakKeyDictionary()
-"""For each step under way, by its identity: the hand-offs preempted since it was decided."""
+
+def _preempted_since(scheduler: Scheduler) -> dict[int, set[str]]:
+    """For each step under way, by its identity: the hand-offs preempted since it was decided."""
+    # Made on demand: a test may make a scheduler without its constructor.
+    since: dict[int, set[str]] = scheduler.__dict__.setdefault("_preempted_since", {})
+    return since
 
 
 def awaits_output(scheduler: Scheduler, decided: SchedulerOutput) -> None:
     """Hear that a step was decided; its output will come."""
-    _preempted_since.setdefault(scheduler, {})[id(decided)] = set()
+    _preempted_since(scheduler)[id(decided)] = set()
 
 
 def is_preempted(scheduler: Scheduler, request: Request) -> None:
     """Hear that a request has lost its blocks, and will be computed anew."""
     if is_handed_off(scheduler.connector, request):
-        for preempted in _preempted_since.get(scheduler, {}).values():
+        for preempted in _preempted_since(scheduler).values():
             preempted.add(request.request_id)
         # It counts what steps under way will sample for it: nothing.
         request.num_output_placeholders = 0
@@ -44,7 +47,7 @@ def is_preempted(scheduler: Scheduler, request: Request) -> None:
 
 def drop_stale(scheduler: Scheduler, decided: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Take out of a step's output what it has for hand-offs that were preempted since."""
-    for req_id in _preempted_since.get(scheduler, {}).pop(id(decided), ()):
+    for req_id in _preempted_since(scheduler).pop(id(decided), ()):
         index = output.req_id_to_index.get(req_id)
         if index is None:
             continue

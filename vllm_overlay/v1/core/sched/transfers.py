@@ -61,6 +61,8 @@ class AwaitsTransfers:
         They are requests that wait for what was received, and finished ones whose blocks nothing
         uses any more; each of these once.
         """
+        if not reported.finished_recving and not reported.finished_sending:
+            return reported  # nearly always
         received = {
             req_id
             for req_id in reported.finished_recving or ()

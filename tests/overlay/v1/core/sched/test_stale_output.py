@@ -83,7 +83,7 @@ def test_what_is_handed_out_holds_all_that_was_computed(seed: int) -> None:
         computed = [*prompt, *(more - 1) * [TOKEN]]
         assert busy.engine.handed_out[req_id][: len(computed)] == computed
         assert busy.engine.tokens[req_id] == more * [TOKEN]
-    assert stale_output._preempted_since[busy.engine.scheduler] == {}
+    assert stale_output._preempted_since(busy.engine.scheduler) == {}
 
 
 @pytest.mark.parametrize(

@@ -113,9 +113,11 @@ class ConfirmedReads:
         Nor with what was sent and is held for a promise, until that is over.
         """
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
-        self._hear(_said(report.kv_connector_worker_meta))
+        if report.kv_connector_worker_meta is not None:
+            self._hear(_said(report.kv_connector_worker_meta))
         sent = report.finished_sending or set()
-        freed = self.book.free(chain(sent, self.book.due()))
+        done = sent | self.book.due()
+        freed = self.book.free(done) if done else done
         if not self._reads and freed == sent:
             return output
         finished = report.finished_recving or set()
