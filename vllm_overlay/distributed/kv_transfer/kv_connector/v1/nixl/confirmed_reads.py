@@ -116,7 +116,7 @@ class ConfirmedReads:
         if report.kv_connector_worker_meta is not None:
             self._hear(_said(report.kv_connector_worker_meta))
         sent = report.finished_sending or set()
-        done = sent | self.book.due()
+        done = self.book.due().union(sent)
         freed = self.book.free(done) if done else done
         if not self._reads and freed == sent:
             return output
