@@ -1,4 +1,7 @@
-"""A rank's KV caches as an attention kernel sees them: one cell for each token, head, K and V."""
+"""A rank's KV caches as a model's kernels see them: a cell for each token, head, K and V.
+
+A recurrent state has cells too, which hold what is made of the last token that it has seen.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,12 @@ import math
 from typing import Any
 
 import numpy as np
-from vllm.v1.kv_cache_interface import MLAAttentionSpec, SlidingWindowSpec
+import torch
+from vllm.v1.kv_cache_interface import MambaSpec, MLAAttentionSpec, SlidingWindowSpec
 
 from tests.simulation.text import Numbers, number
 from tests.support.nixl_release import NixlConnectorWorker
-from tests.support.nixl_worker import BESIDE
+from tests.support.nixl_worker import BESIDE, states_in
 from tests.support.stand_in_model import HEADS
 
 
@@ -26,8 +30,18 @@ class Cells:
         self._block = block_size
         self._layers: list[list[tuple[Numbers, Numbers]]] = []
         self.windows: list[float] = []
-        for group in worker.kv_cache_config.kv_cache_groups:
+        self._states: set[int] = set()
+        groups = worker.kv_cache_config.kv_cache_groups
+        has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        for group in groups:
             spec = group.kv_cache_spec
+            caches = [worker.device_kv_caches[name] for name in group.layer_names]
+            if isinstance(spec, MambaSpec):
+                states = [state for cache in caches for state in states_in(cache, spec)]
+                self._states.add(len(self._layers))
+                self.windows.append(math.inf)
+                self._layers.append([_state(state, rank, i) for i, state in enumerate(states)])
+                continue
             # Every rank holds all of a latent cache, and its share of the heads of any other.
             shared = isinstance(spec, MLAAttentionSpec)
             first = 0 if shared else rank * spec.num_kv_heads % HEADS
@@ -35,14 +49,15 @@ class Cells:
             self.windows.append(window)
             self._layers.append(
                 [
-                    _layer(worker.device_kv_caches[name], first, i, len(self._layers))
-                    for i, name in enumerate(group.layer_names)
+                    _layer(cache, first, i, len(self._layers), beside_states=has_states)
+                    for i, cache in enumerate(caches)
                 ]
             )
 
     def write(self, group: int, table: list[int], start: int, kv: Numbers) -> None:
         """Write the KV of tokens from position `start` on; `table` are the request's blocks."""
-        blocks, slots = self._places(table, start, len(kv))
+        start, kv = self._kept(group, start, kv)
+        blocks, slots = self._places(group, table, start, len(kv))
         for view, marks in self._layers[group]:
             view[blocks, slots] = kv[:, None, None, None] ^ marks
 
@@ -50,7 +65,8 @@ class Cells:
         self, group: int, table: list[int], start: int, kv: Numbers
     ) -> tuple[int, int, int] | None:
         """Position, block and number of the first token from `start` whose KV is not `kv`."""
-        blocks, slots = self._places(table, start, len(kv))
+        start, kv = self._kept(group, start, kv)
+        blocks, slots = self._places(group, table, start, len(kv))
         for view, marks in self._layers[group]:
             found = view[blocks, slots] ^ marks
             bad = (found != kv[:, None, None, None]).any(axis=(1, 2, 3))
@@ -60,12 +76,25 @@ class Cells:
                 return start + at, int(blocks[at]), int(odd[0])
         return None
 
-    def _places(self, table: list[int], start: int, count: int) -> tuple[Any, Any]:
+    def _kept(self, group: int, start: int, kv: Numbers) -> tuple[int, Numbers]:
+        """Of tokens from position `start` on, those that the group's caches keep."""
+        return (start + len(kv) - 1, kv[-1:]) if group in self._states else (start, kv)
+
+    def _places(self, group: int, table: list[int], start: int, count: int) -> tuple[Any, Any]:
+        if group in self._states:  # one for the whole sequence
+            return np.asarray(table[:1]), np.zeros(1, dtype=int)
         positions = np.arange(start, start + count)
         return np.asarray(table)[positions // self._block], positions % self._block
 
 
-def _layer(cache: Any, first: int, layer: int, group: int) -> tuple[Numbers, Numbers]:  # noqa: ANN401
+def _layer(
+    cache: Any,  # noqa: ANN401 - a tensor
+    first: int,
+    layer: int,
+    group: int,
+    *,
+    beside_states: bool,
+) -> tuple[Numbers, Numbers]:
     """A layer's cells by block, token, head, K and V, part; and what marks the last three.
 
     `first` is the head with which the rank begins.
@@ -77,6 +106,8 @@ def _layer(cache: Any, first: int, layer: int, group: int) -> tuple[Numbers, Num
         view = array.reshape(*array.shape[:3], 2, -1).transpose(0, 2, 1, 3, 4)
         if not np.shares_memory(view, array):
             raise ValueError("the cache cannot be looked at in place")
+    elif beside_states:  # blocks, K and V, heads, tokens, elements
+        view = array.transpose(0, 3, 2, 1, 4)
     else:  # K and V, blocks, tokens, heads, elements
         view = array.transpose(1, 2, 3, 0, 4)
     cells = view.view(np.uint64)
@@ -89,3 +120,17 @@ def _layer(cache: Any, first: int, layer: int, group: int) -> tuple[Numbers, Num
         dtype=np.uint64,
     )
     return cells, marks
+
+
+def _state(state: torch.Tensor, rank: int, number_of: int) -> tuple[Numbers, Numbers]:
+    """The same of a part of a layer's states: by block, once the token, head and side, and place.
+
+    Ranks have different shares of it, so a state is only right at the rank that it is of.
+    """
+    array = state.numpy()
+    flat = array.reshape(len(array), -1)
+    if not np.shares_memory(flat, array):
+        raise ValueError("the states cannot be looked at in place")
+    cells = flat.view(np.uint64)[:, None, None, None, :]
+    places = range(cells.shape[-1])
+    return cells, np.array([[[number(rank, number_of, i) for i in places]]], dtype=np.uint64)

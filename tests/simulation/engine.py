@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
+import dataclasses
 import os
 import pickle
 import queue
@@ -33,6 +34,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
+from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -43,6 +45,8 @@ from tests.simulation.clock import Clock, Place
 from tests.simulation.side_channel import Listener
 from tests.simulation.text import WRONG, Text
 from tests.simulation.wire import Agent, Wire
+from tests.support import nixl_worker
+from tests.support.hybrid_engine import WHOLE
 from tests.support.nixl_release import NixlConnectorScheduler, connector_module
 from tests.support.nixl_worker import GroupKind, make_worker
 
@@ -82,10 +86,14 @@ class Shape:
     mla: bool = False
     asynchronous: bool = False
     policy: Any = "recompute"
-    prefix_caching: bool = True
     lookahead: int = 0
     edge: bool = False
     keeps: int | None = None
+
+    @property
+    def states(self) -> bool:
+        """Whether the model has recurrent states; each sequence has one block for them."""
+        return "mamba" in self.groups
 
     @property
     def extra_config(self) -> dict[str, Any]:
@@ -214,7 +222,7 @@ class Engine:
             agents.append(around.wire.agent(place))
             return agents[-1]
 
-        with around.clock.at(place):
+        with around.clock.at(place), mock.patch.object(nixl_worker, "_spec", _spec):
             worker = make_worker(
                 engine_id=self.engine_id,
                 tp_size=shape.ranks,
@@ -224,7 +232,7 @@ class Engine:
                 block_size=shape.block_size,
                 num_blocks=shape.blocks,
                 policy=shape.policy,
-                prefix_caching=shape.prefix_caching,
+                prefix_caching=not shape.states,  # as by default
                 extra_config=shape.extra_config,
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
@@ -253,7 +261,7 @@ class Engine:
                 vllm_config=config,
                 kv_cache_config=first.kv_cache_config,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=shape.block_size,
+                block_size=WHOLE if shape.states else shape.block_size,  # the largest of a group
             )
         if shape.lookahead:
             # As for EAGLE. With a draft model D would reserve such slots while it loads, too, from
@@ -587,6 +595,15 @@ class _Client(AsyncLLM):  # type: ignore[misc, unused-ignore]
 
     def __del__(self) -> None:
         pass
+
+
+def _spec(*args: Any) -> Any:  # noqa: ANN401 - of a KV-cache group
+    """As the function that it stands before, with one block for the whole of a state."""
+    made = _SPEC(*args)
+    return dataclasses.replace(made, block_size=WHOLE) if isinstance(made, MambaSpec) else made
+
+
+_SPEC = nixl_worker._spec
 
 
 def _module_of(thing: object) -> object:

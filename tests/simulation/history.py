@@ -120,6 +120,16 @@ PROFILES: Mapping[str, Profile] = {
         jobs=10,
         events=120,
     ),
+    "states": profile_of(
+        {"ask": 6, "forward": 8, "tick": 20, "job": 8, "move": 10},
+        groups=(("full", "mamba"),),
+        asynchronous=(False, True),
+        blocks=(13, 18),
+        p_blocks=(60, 80),
+        lengths=(2, 30),
+        jobs=10,
+        events=120,
+    ),
     "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
         asynchronous=(False, True),
