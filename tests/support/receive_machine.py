@@ -302,7 +302,10 @@ class ReceiveMachine(RuleBasedStateMachine):
     def _in_flight(self, asked: Asked) -> list[Read]:
         unreleased = [read for read in self.held_back if not read.released]
         flying = [*self.nixl.in_flight(), *unreleased]
-        return [read for read in flying if self._of(read.notif) is asked]
+        return [read for read in self._reads_of(asked) if read in flying]
+
+    def _reads_of(self, asked: Asked) -> Iterator[Read]:
+        return (read for read in self.nixl.reads if self._of(read.notif) is asked)
 
     def _awaited(self) -> list[Asked]:
         return [asked for asked in self.asked if asked.blocks and not asked.reported]
@@ -378,12 +381,16 @@ class ReceiveMachine(RuleBasedStateMachine):
     def _after_handshakes(self) -> None:
         """Note which receives found their peer, and which never will."""
         for asked in self.asked:
-            if asked.connected or asked.failed:
+            if asked.failed or self._begun(asked):
                 continue
-            if asked.engine in self.worker._remote_agents:
-                asked.connected = True
-            elif asked.engine not in self.worker._handshake_futures:
-                asked.failed = True
+            # A peer that was met may have to be met anew before this one's turn comes.
+            asked.connected = asked.engine in self.worker._remote_agents
+            asked.failed = not (asked.connected or asked.engine in self.worker._handshake_futures)
+
+    def _begun(self, asked: Asked) -> bool:
+        """Whether it is over, was read for, or P was told: it needs no connection to be made."""
+        heard = any(self._heard_of(asked).values()) or asked.untold
+        return bool(asked.reported or heard or any(self._reads_of(asked)))
 
     @rule(call=st.sampled_from(sorted(_REFUSALS)), after=st.integers(0, 2))
     def nixl_will_refuse(self, call: str, after: int) -> None:

@@ -81,15 +81,21 @@ class _Renewals:
         self._forget()
         now = time.monotonic()
         kept = {engine_id for engine_id, until in self._failed.items() if now < until}
-        asked = self._waiting | metadata.reqs_to_recv
-        self._waiting = {
-            req_id: meta
-            for req_id, meta in asked.items()
-            if meta.remote is not None and meta.remote.engine_id in kept and _reads(meta)
+        come, waited = metadata.reqs_to_recv, self._waiting
+        waiting = {key: meta for key, meta in waited.items() if _waits(meta, kept)}
+        # One that only notifies may have the id of one that waits, and they cannot go on together.
+        waiting |= {
+            key: meta
+            for key, meta in come.items()
+            if _waits(meta, kept) or (key in waited and key not in waiting)
         }
         metadata.reqs_to_recv = {
-            req_id: meta for req_id, meta in asked.items() if req_id not in self._waiting
+            key: meta
+            for metas in (waited, come)
+            for key, meta in metas.items()
+            if waiting.get(key) is not meta
         }
+        self._waiting = waiting
 
     def _forget(self) -> None:
         worker = self._worker
@@ -123,9 +129,11 @@ def engines_of(receives: Iterable[ReqMeta]) -> set[str]:
     return {meta.remote.engine_id for meta in receives if meta.remote is not None}
 
 
-def _reads(meta: ReqMeta) -> bool:
-    """Whether a receive reads. One that only notifies has nobody who would see to it later."""
-    return any(len(group) > 0 for group in meta.local_block_ids)
+def _waits(meta: ReqMeta, kept: Set[str]) -> bool:
+    """Whether a receive waits for engines that are kept. One that only notifies has nobody who
+    would see to it later."""
+    reads = any(len(group) > 0 for group in meta.local_block_ids)
+    return reads and meta.remote is not None and meta.remote.engine_id in kept
 
 
 def is_of_the_peer(error: BaseException | None) -> bool:

@@ -334,6 +334,30 @@ def test_one_that_only_notifies_does_not_wait() -> None:
     assert [w.split(b":")[0] for w in nixl.heard[agent_name("P", 0)][before:]] == [b"other"]
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_one_that_only_notifies_leaves_the_one_of_its_id_that_waits(drained: bool) -> None:
+    worker, nixl, _ = connected()
+    ask(worker, "slow", 1)
+    ask(worker, "bad", 2)
+    nixl.fail(nixl.reads[1])
+    lives(step, worker)
+    ask(worker, "d", 3)
+    if drained:  # the one that waits goes on in the very step that brings the other
+        nixl.finish(nixl.reads[0])
+        lives(step, worker)
+    lives(receive, worker, "d", local_blocks=[], remote_request_id="other")
+    nixl.finish(*nixl.in_flight())
+    for _ in range(3):
+        await_handshakes(worker)
+        lives(step, worker)
+    told = [words.split(b":")[0] for words in nixl.heard[agent_name("P", 0)]]
+    assert told.count(b"other") == 1
+    assert [read.local for read in nixl.reads[2:]] != []
+    nixl.finish(*nixl.in_flight())
+    assert lives(step, worker)[1] == {"d"}
+    assert worker.get_block_ids_with_load_errors() == {2}
+
+
 def test_what_fails_before_nixl_is_asked_does_not_disconnect() -> None:
     worker, nixl, peers = connected()
     lives(receive, worker, "bad", local_blocks=[[1]], remote_blocks=[[1], [2], [3]])
