@@ -9,8 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.pd.client import body, prefill
-from tests.pd.deployment import PROMPTS, Note, Start
+from tests.pd.deployment import PROMPTS, Note, Start, leases_of
 from tests.pd.model import CONTEXT
+
+_LEASE_S = 300
+"""Longer than a first read takes on a busy machine: none may end here."""
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +50,7 @@ def latent_model(model: Path) -> Path:
 
 @pytest.mark.shows("40449")
 def test_every_rank_of_p_is_told(start: Start, latent_model: Path, note: Note) -> None:
-    drawn = {"model": latent_model, "transfer": {}}
+    drawn = {"model": latent_model, **leases_of(_LEASE_S)}
     words = ["--load-format", "dummy", "--no-enable-prefix-caching"]
     p = start("P-mla", arguments=[*words, "--tensor-parallel-size", "2"], workers=2, **drawn)
     d = start("D-mla", arguments=words, core=1, **drawn)

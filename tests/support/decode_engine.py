@@ -15,6 +15,7 @@ that was computed from one whose KV was believed to be there.
 from __future__ import annotations
 
 import dataclasses
+import pickle
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -179,7 +180,7 @@ class DecodeEngine:
 
     def _start(self, decided: SchedulerOutput) -> None:
         """Hand the worker what the scheduler decided."""
-        self.worker.start_load_kv(decided.kv_connector_metadata)
+        self.worker.start_load_kv(sent(decided.kv_connector_metadata))
 
     def _report(self) -> KVConnectorOutput:
         """What the worker has to say at the end of a step."""
@@ -201,6 +202,11 @@ class DecodeEngine:
     def reads_in_flight(self) -> int:
         """How many reads may still write into blocks."""
         return len(nixl_of(self.worker).in_flight())
+
+
+def sent(metadata: Any) -> Any:  # noqa: ANN401 - of the release
+    """What a scheduler tells its workers, as they get it where they are processes of their own."""
+    return pickle.loads(pickle.dumps(metadata))  # noqa: S301 - our own
 
 
 def finished(side: Any, *args: object) -> dict[str, Any]:  # noqa: ANN401 - see below

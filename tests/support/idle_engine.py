@@ -21,7 +21,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
-from tests.support.decode_engine import DecodeEngine, finished
+from tests.support.decode_engine import DecodeEngine, finished, sent
 from tests.support.harness import HarnessError, building
 from tests.support.nixl_release import connector_module
 
@@ -64,7 +64,7 @@ class IdleEngine(DecodeEngine):
         return not self.scheduler.has_requests()
 
     def _start(self, decided: SchedulerOutput) -> None:
-        self.connector.bind_connector_metadata(decided.kv_connector_metadata)
+        self.connector.bind_connector_metadata(sent(decided.kv_connector_metadata))
         context: Any = None  # NIXL does not look at the forward pass
         self.connector.start_load_kv(context)
 

@@ -1,7 +1,8 @@
 """Attention over a latent KV cache in plain torch: slow, and enough for a P/D deployment.
 
-vLLM's CPU platform has none before 0.28.0. The cache is vLLM's own, in shape and content; there
-are no prefix hits and no chunked prefill, which vLLM switches off for these models on a CPU.
+vLLM's CPU platform has none before 0.28.0; for what it has then see `kvfix_cpu_mla`. The cache is
+vLLM's own, in shape and content; there are no prefix hits and no chunked prefill, which vLLM
+switches off for these models on a CPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from vllm.v1.attention.backend import MLAAttentionImpl
 
 # From 0.21.0 on each layer also makes one of these. `LatentAttention` never asks it for anything,
 # and without its kernels it must not be made as it would make itself.
-with suppress(ModuleNotFoundError):
+with suppress(ImportError):
     from vllm.v1.attention.backends.mla.prefill import flash_attn
 
     del flash_attn.FlashAttnPrefillBackend.__init__
@@ -46,7 +47,7 @@ class LatentAttention(MLAAttentionImpl[MLACommonMetadata]):
         self.key_size: int = mla["qk_nope_head_dim"]
         self.value_size: int = mla["v_head_dim"]
         self.kv_b_proj = mla["kv_b_proj"]
-        self.kv_b_proj.quant_method = _Unpacked()
+        self.kv_b_proj.quant_method = Unpacked()
 
     def do_kv_cache_update(
         self,
@@ -102,7 +103,7 @@ class LatentAttention(MLAAttentionImpl[MLACommonMetadata]):
         return seen, None
 
 
-class _Unpacked(UnquantizedLinearMethod):
+class Unpacked(UnquantizedLinearMethod):
     """Keeps a weight that vLLM takes apart once more; its CPU build would pack it and drop it."""
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:

@@ -4,9 +4,10 @@ NIXL's Python binding sets the pause of its progress thread to nothing, so each 
 core busy for good; two servers on two cores then wait for each other. A pause of a millisecond
 brings an idle agent to a hundredth of a core.
 
-Where vLLM's CPU platform has no attention over a latent KV cache, `kvfix_latent` has. And where its
-attention keeps K and V in one block while the connector looks for two regions, the connector is
-told of one. Nothing else of NIXL or vLLM is touched.
+Where vLLM's CPU platform has no attention over a latent KV cache, `kvfix_latent` has; where it has
+one that does not run, `kvfix_cpu_mla` mends it. And where its attention keeps K and V in one block
+while the connector looks for two regions, the connector is told of one. Nothing else of NIXL or
+vLLM is touched.
 """
 
 from __future__ import annotations
@@ -49,9 +50,10 @@ def _paused(make: Callable[..., object]) -> Callable[..., object]:
 def _with_latent(choose: Callable[..., str]) -> Callable[..., str]:
     def chosen(*arguments: object, **options: object) -> str:
         try:
-            return choose(*arguments, **options)
+            backend = choose(*arguments, **options)
         except NotImplementedError:  # as up to 0.27 for a latent cache
             return "kvfix_latent.LatentBackend"
+        return "kvfix_cpu_mla.Backend" if backend.endswith(".CPUMLABackend") else backend
 
     return chosen
 
@@ -66,3 +68,4 @@ def _keep_blocks_whole() -> None:
     from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 
     TransferTopology.split_k_and_v = False
+

@@ -13,7 +13,7 @@ States are no matter of this: of such a model P's own scheduler never generates 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
@@ -37,7 +37,7 @@ _NULL_BLOCK = 0
 class _Uncached(list[int]):
     """Blocks of one group that are to be read; `hits` blocks before them are there already.
 
-    A worker in another process gets a list: it may be of a node that is not patched.
+    It stays in the scheduler: a worker in another process gets a list.
     """
 
     hits: int
@@ -47,11 +47,7 @@ class _Uncached(list[int]):
 
 
 def with_hits(block_ids: BlockIds, blocks: KVCacheBlocks) -> BlockIds:
-    """Up to 0.28.0: have the blocks that are to be read say how many the prefix cache had.
-
-    From 0.29.0 on the request's metadata has a field for that. Here the lists themselves carry it:
-    they are what reaches a worker of this process, and to all others they are lists as before.
-    """
+    """Up to 0.28.0: have the blocks that are to be read say how many the prefix cache had."""
     found = []
     for ids, group in zip(block_ids, blocks.blocks, strict=False):
         uncached = _Uncached(ids)
@@ -60,37 +56,65 @@ def with_hits(block_ids: BlockIds, blocks: KVCacheBlocks) -> BlockIds:
     return type(block_ids)(found)
 
 
+def tell_hits(meta: ReqMeta) -> None:
+    """Up to 0.28.0: tell a worker, wherever it is, how many blocks the prefix cache had.
+
+    From 0.29.0 on the metadata has a field of this name. A worker that is not patched does not look
+    at it, and gets what it knows.
+    """
+    said = [ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached)]
+    if said:
+        meta.local_num_computed_blocks = said  # type: ignore[attr-defined, unused-ignore]
+
+
 def read_prompt_only(worker: Any, meta: ReqMeta) -> None:  # noqa: ANN401 - of any release
     """From 0.21.0 on: leave out what P names beyond our blocks, before its list is expanded.
 
     Raises:
         ValueError: see `_of_window`.
     """
-    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-    peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
-    if max(getattr(worker, "dcp_size", 1), getattr(peer, "remote_dcp_size", 1)) > 1:
-        return  # paired from the first token on
-    theirs = vars(worker).get("dst_region_group_ids", {}).get(meta.remote.engine_id)
-    if theirs is not None and worker.region_group_ids and worker.region_group_ids != theirs:
-        return  # groups that are not ours, so nothing here tells where they end
-    _cut(worker, meta, peer.remote_block_size * peer.remote_physical_blocks_per_logical)
+    _cut(worker, meta, _tokens_of_a_block)
 
 
 def read_prompt_only_of_one_ratio(worker: Any, meta: ReqMeta) -> None:  # noqa: ANN401 - see above
     """For 0.20.x, where P's ratio of kernel blocks, unless there are states, has to be ours."""
-    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-    peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
-    _cut(worker, meta, peer.remote_block_size * worker._physical_blocks_per_logical_kv_block)
+    _cut(worker, meta, _tokens_of_a_block_of_our_ratio)
 
 
 def read_prompt_only_of_kernel_blocks(worker: Any, meta: ReqMeta) -> None:  # noqa: ANN401
     """Up to 0.19.1, where P's list was expanded before the handshake."""
-    assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-    _cut(worker, meta, worker.kv_topo.remote_block_size[meta.remote.engine_id])
+    _cut(worker, meta, _tokens_of_a_kernel_block)
 
 
-def _cut(worker: Any, meta: ReqMeta, tokens: int) -> None:  # noqa: ANN401 - of any release
-    """Leave out what P names beyond our blocks; each block that it names holds so many tokens.
+def _tokens_of_a_block(worker: Any, engine_id: str) -> int | None:  # noqa: ANN401 - see above
+    """How many tokens each block that P names holds; None if its lists do not end as ours do."""
+    peer = worker.transfer_topo.get_engine_info(engine_id)
+    if max(getattr(worker, "dcp_size", 1), getattr(peer, "remote_dcp_size", 1)) > 1:
+        return None  # paired from the first token on
+    theirs = vars(worker).get("dst_region_group_ids", {}).get(engine_id)
+    if theirs is not None and worker.region_group_ids and worker.region_group_ids != theirs:
+        return None  # groups that are not ours, so nothing here tells where they end
+    tokens: int = peer.remote_block_size * peer.remote_physical_blocks_per_logical
+    return tokens
+
+
+def _tokens_of_a_block_of_our_ratio(worker: Any, engine_id: str) -> int:  # noqa: ANN401
+    peer = worker.transfer_topo.get_engine_info(engine_id)
+    tokens: int = peer.remote_block_size * worker._physical_blocks_per_logical_kv_block
+    return tokens
+
+
+def _tokens_of_a_kernel_block(worker: Any, engine_id: str) -> int:  # noqa: ANN401
+    tokens: int = worker.kv_topo.remote_block_size[engine_id]
+    return tokens
+
+
+def _cut(
+    worker: Any,  # noqa: ANN401 - of any release
+    meta: ReqMeta,
+    tokens_of: Callable[[Any, str], int | None],
+) -> None:
+    """Leave out what P names beyond our blocks.
 
     Raises:
         ValueError: see `_of_window`.
@@ -98,6 +122,9 @@ def _cut(worker: Any, meta: ReqMeta, tokens: int) -> None:  # noqa: ANN401 - of 
     assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
     hits = _hits(worker, meta)
     if hits is None or worker._has_mamba:
+        return
+    tokens = tokens_of(worker, meta.remote.engine_id)
+    if tokens is None:
         return
     ours_hold = worker.block_size * worker._physical_blocks_per_logical_kv_block
     groups = transfer_groups(worker.kv_cache_config)
@@ -152,11 +179,8 @@ def _hits(worker: Any, meta: ReqMeta) -> list[int] | None:  # noqa: ANN401 - of 
     """
     if not any(meta.local_block_ids):
         return None
-    counted: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())  # from 0.29.0 on
-    if counted:
-        return [counted[index] for index in transfer_group_ids(worker.kv_cache_config)]
-    said = [ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached)]
-    return said or None
+    counted: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())
+    return [counted[i] for i in transfer_group_ids(worker.kv_cache_config)] if counted else None
 
 
 def keeps_all(spec: KVCacheSpec) -> bool:

@@ -14,6 +14,8 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import has_engine
+
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
@@ -31,7 +33,7 @@ def ends_second_turns(match: _Method) -> _Method:
     def wrapper(self: _Part, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
         params = request.kv_transfer_params
         found: tuple[int, bool] = match(self, request, num_computed_tokens)
-        if not params or params.get("do_remote_prefill"):
+        if not params or params.get("do_remote_prefill") or not has_engine(self):
             return found
         if not params.get("do_remote_decode"):
             if self.is_bidirectional_kv_xfer_enabled:

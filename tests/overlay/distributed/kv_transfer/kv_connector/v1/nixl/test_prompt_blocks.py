@@ -20,6 +20,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.prompt_blocks imp
     read_prompt_only,
     read_prompt_only_of_kernel_blocks,
     read_prompt_only_of_one_ratio,
+    tell_hits,
     with_hits,
 )
 
@@ -201,24 +202,31 @@ class TestWithHits:
         )
     )
 
-    def test_a_worker_in_this_process_knows_them(self) -> None:
-        for kind in (list, tuple):
-            ids = kind([[4], [5]])
-            said = with_hits(ids, self.BLOCKS)
-            assert (type(said), said) == (kind, ids)
-            assert [group.hits for group in said] == [2, 0]
-            meta = asked([], [NAMED, NAMED], None)
-            meta.local_block_ids = said
-            read_prompt_only(side("full", "wide"), meta)
-            assert meta.remote.block_ids == [NAMED[:3], NAMED[:1]]
-
-    def test_a_worker_elsewhere_may_be_stock_and_reads_as_on_stock(self) -> None:
-        said = pickle.loads(pickle.dumps(with_hits([[4], [5]], self.BLOCKS)))  # noqa: S301 - our own
-        assert [type(group) for group in said] == [list, list]
+    def metadata(self, kind: Any = list) -> Any:  # noqa: ANN401 - a stand-in
+        """What the scheduler tells of a request with two groups."""
         meta = asked([], [NAMED, NAMED], None)
-        meta.local_block_ids = said
+        meta.local_block_ids = with_hits(kind([[4], [5]]), self.BLOCKS)
+        tell_hits(meta)
+        return meta
+
+    @pytest.mark.parametrize("kind", [list, tuple])
+    @pytest.mark.parametrize("elsewhere", [False, True])
+    def test_a_worker_knows_them_wherever_it_is(self, kind: Any, elsewhere: bool) -> None:  # noqa: ANN401
+        meta = self.metadata(kind)
+        assert (type(meta.local_block_ids), [*meta.local_block_ids]) == (kind, [[4], [5]])
+        if elsewhere:
+            meta = pickle.loads(pickle.dumps(meta))  # noqa: S301 - our own
         read_prompt_only(side("full", "wide"), meta)
-        assert meta.remote.block_ids == [NAMED, NAMED]
+        assert meta.remote.block_ids == [NAMED[:3], NAMED[:1]]
+
+    def test_a_worker_elsewhere_may_be_stock(self) -> None:
+        """It has no vllm_overlay, and gets lists."""
+        assert b"vllm_overlay" not in pickle.dumps(self.metadata())
+
+    def test_nobody_has_said_anything(self) -> None:
+        meta = asked([[4]], [NAMED], None)
+        tell_hits(meta)
+        assert meta.local_num_computed_blocks == ()
 
     def test_nothing_to_read(self) -> None:
         assert with_hits((), self.BLOCKS) == ()
