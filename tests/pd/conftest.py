@@ -16,8 +16,9 @@ What a test module takes:
 A test that shows defects names their fixes: `@pytest.mark.shows("41269", "K05")`. It has to fail on
 the stock wheel of every release that one of them affects, by an assertion of its own file, and to
 pass on the patched one. A server that does not come up is an error on either side. A test without
-that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side, and
-`@pytest.mark.program("x")` out of both, with a line that says so, where there is no program x.
+that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side.
+`@pytest.mark.program("x")` leaves it out of both where there is no program x, and
+`@pytest.mark.since("0.28.0")` on earlier releases, with a line that says so.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from packaging.version import Version
 
 from tests.pd.client import body, tokens_of
 from tests.pd.deployment import (
@@ -45,7 +47,7 @@ from tests.pd.deployment import (
     leases_of,
 )
 from tests.pd.model import make_model
-from tests.pd.server import Server, Side
+from tests.pd.server import RELEASE, Server, Side
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -63,6 +65,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "shows(*fixes): fails where these fixes are missing")
     config.addinivalue_line("markers", "patched_only: not for the stock side")
     config.addinivalue_line("markers", "program(name): only where it is on the path")
+    config.addinivalue_line("markers", "since(release): from this release on")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -73,14 +76,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     terminal: Any = config.pluginmanager.get_plugin("terminalreporter")
     left_out = []
     for item in items:
-        missing = [m.args[0] for m in item.iter_markers("program") if not shutil.which(m.args[0])]
-        for name in missing:
-            terminal.write_line(f"left out, as there is no {name} on the path: {item.nodeid}")
+        missing = [*_missing(item)]
+        for what in missing:
+            terminal.write_line(f"left out, {what}: {item.nodeid}")
         on_stock = config.option.pd_side == "stock"
         if missing or (on_stock and item.get_closest_marker("patched_only")):
             left_out.append(item)
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
+
+
+def _missing(item: pytest.Item) -> Iterator[str]:
+    """Say why a test cannot be run here."""
+    for (program,) in (mark.args for mark in item.iter_markers("program")):
+        if not shutil.which(program):
+            yield f"as there is no {program} on the path"
+    for (first,) in (mark.args for mark in item.iter_markers("since")):
+        if RELEASE < Version(first):
+            yield f"before {first}"
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,16 @@
-"""A small Llama with random weights and one token for each byte: nothing is downloaded.
+"""Small models with random weights and one token for each byte: nothing is downloaded.
 
-The weights are drawn so that greedy tokens hang on the KV cache: attention is sharp and adds as
-much to the residual stream as the token itself. A block that lands in the wrong place, or not at
-all, gives other tokens.
+A Llama, and a Nemotron-H with recurrent states beside its attention. The weights are drawn so that
+greedy tokens hang on what is cached: attention is sharp and, as a state, adds as much to the
+residual stream as the token itself. A block that lands in the wrong place, or not at all, gives
+other tokens.
 """
 
 from __future__ import annotations
 
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -24,11 +27,18 @@ _HEADS = 2  # of 32 dimensions, the smallest that vLLM's CPU attention takes; tw
 _END = "<end>"
 _SEED = 20
 
+_PATTERN = "M*-M"
+"""Layers of the hybrid: M keeps a state, * attends, - does neither."""
+_STATE = 16
+_STATE_HEADS = 4
+_KERNEL = 4
+
+_Weights = dict[str, np.ndarray]
+_Random = np.random.Generator
+
 
 def make_model(folder: Path) -> Path:
-    """Write the model into `folder` and return it; the same files each time."""
-    folder.mkdir(parents=True, exist_ok=True)
-    vocabulary = _write_tokenizer(folder)
+    """Write the Llama into `folder` and return it; the same files each time."""
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -43,22 +53,62 @@ def make_model(folder: Path) -> Path:
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": False,
+    }
+    return _write(folder, config, _llama)
+
+
+def make_hybrid(folder: Path) -> Path:
+    """Write the Nemotron-H into `folder` and return it; the same files each time."""
+    config = {
+        "architectures": ["NemotronHForCausalLM"],
+        "model_type": "nemotron_h",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": len(_PATTERN),
+        "hybrid_override_pattern": _PATTERN,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": _HIDDEN // _HEADS,
+        "mlp_hidden_act": "relu2",
+        "mamba_hidden_act": "silu",
+        "mamba_num_heads": _STATE_HEADS,
+        "mamba_head_dim": _INNER // _STATE_HEADS,
+        "ssm_state_size": _STATE,
+        "n_groups": 1,
+        "conv_kernel": _KERNEL,
+        "chunk_size": 32,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "layer_norm_epsilon": 1e-5,
+        "max_position_embeddings": CONTEXT,
+        "tie_word_embeddings": False,
+    }
+    return _write(folder, config, _nemotron)
+
+
+def _write(
+    folder: Path, config: dict[str, object], draw: Callable[[_Random, int], _Weights]
+) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    vocabulary = _write_tokenizer(folder)
+    config |= {
         "torch_dtype": "float32",
         "vocab_size": vocabulary,
         "bos_token_id": vocabulary - 1,
         "eos_token_id": vocabulary - 1,
     }
     (folder / "config.json").write_text(json.dumps(config, indent=2))
-    save_file(_weights(vocabulary), folder / "model.safetensors", metadata={"format": "pt"})
+    weights = draw(np.random.default_rng(_SEED), vocabulary)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights(vocabulary: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(_SEED)
+def _matrix(random: _Random, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
+    return (random.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
 
-    def matrix(rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
-        return (random.standard_normal((rows, columns)) * gain / columns**0.5).astype(np.float32)
 
+def _llama(random: _Random, vocabulary: int) -> _Weights:
+    matrix = functools.partial(_matrix, random)
     ones = np.ones(_HIDDEN, dtype=np.float32)
     weights = {
         "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, _HIDDEN**0.5),
@@ -70,15 +120,60 @@ def _weights(vocabulary: int) -> dict[str, np.ndarray]:
         weights |= {
             f"{name}.input_layernorm.weight": ones,
             f"{name}.post_attention_layernorm.weight": ones,
-            f"{name}.self_attn.q_proj.weight": matrix(_HIDDEN, _HIDDEN, 2.0),
-            f"{name}.self_attn.k_proj.weight": matrix(_HIDDEN, _HIDDEN, 2.0),
-            f"{name}.self_attn.v_proj.weight": matrix(_HIDDEN, _HIDDEN),
-            f"{name}.self_attn.o_proj.weight": matrix(_HIDDEN, _HIDDEN, 2.0),
+            **_attention(random, f"{name}.self_attn"),
             f"{name}.mlp.gate_proj.weight": matrix(_INNER, _HIDDEN),
             f"{name}.mlp.up_proj.weight": matrix(_INNER, _HIDDEN),
             f"{name}.mlp.down_proj.weight": matrix(_HIDDEN, _INNER),
         }
     return weights
+
+
+def _nemotron(random: _Random, vocabulary: int) -> _Weights:
+    matrix = functools.partial(_matrix, random)
+    ones = np.ones(_HIDDEN, dtype=np.float32)
+    weights = {
+        "backbone.embeddings.weight": matrix(vocabulary, _HIDDEN, _HIDDEN**0.5),
+        "backbone.norm_f.weight": ones,
+        "lm_head.weight": matrix(vocabulary, _HIDDEN),
+    }
+    for layer, kind in enumerate(_PATTERN):
+        name = f"backbone.layers.{layer}.mixer"
+        weights[f"backbone.layers.{layer}.norm.weight"] = ones
+        if kind == "M":
+            weights |= _state(random, name)
+        elif kind == "*":
+            weights |= _attention(random, name)
+        else:
+            weights[f"{name}.up_proj.weight"] = matrix(_INNER, _HIDDEN)
+            weights[f"{name}.down_proj.weight"] = matrix(_HIDDEN, _INNER)
+    return weights
+
+
+def _attention(random: _Random, name: str) -> _Weights:
+    gains = {"q": 2.0, "k": 2.0, "v": 1.0, "o": 2.0}
+    return {
+        f"{name}.{one}_proj.weight": _matrix(random, _HIDDEN, _HIDDEN, gain)
+        for one, gain in gains.items()
+    }
+
+
+def _state(random: _Random, name: str) -> _Weights:
+    """A layer whose state forgets slowly: some 1 % with each token."""
+    convolved = _INNER + 2 * _STATE
+
+    def all_heads(value: float) -> np.ndarray:
+        return np.full(_STATE_HEADS, value, dtype=np.float32)
+
+    return {
+        f"{name}.in_proj.weight": _matrix(random, _INNER + convolved + _STATE_HEADS, _HIDDEN),
+        f"{name}.conv1d.weight": _matrix(random, convolved, _KERNEL)[:, None],
+        f"{name}.conv1d.bias": np.zeros(convolved, dtype=np.float32),
+        f"{name}.A_log": all_heads(-4.0),
+        f"{name}.D": all_heads(1.0),
+        f"{name}.dt_bias": all_heads(0.0),
+        f"{name}.norm.weight": np.ones(_INNER, dtype=np.float32),
+        f"{name}.out_proj.weight": _matrix(random, _HIDDEN, _INNER, 2.0),
+    }
 
 
 def _write_tokenizer(folder: Path) -> int:
