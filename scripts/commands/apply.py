@@ -115,7 +115,9 @@ def _list(target: Target, registry: Registry, named: Sequence[str]) -> None:
         elif fix.id in named:
             why = "chosen"
         elif fix.id in inside:
-            why = f"needed by {', '.join(needing)}" if needing else "the release has the defect"
+            reasons = [] if named else ["the release has the defect"]
+            reasons += [f"needed by {', '.join(needing)}"] if needing else []
+            why = "; ".join(reasons)
         elif fix.needed_on(target.release):
             why = "not chosen"
         else:

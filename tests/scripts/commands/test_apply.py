@@ -657,7 +657,7 @@ class TestChoice:
     def test_is_listed_and_nothing_is_made(self, checkout: Checkout) -> None:
         said = checkout.run("apply", "--list")
         assert said.returncode == 0
-        assert "needed by 2" in said.stdout
+        assert "the release has the defect; needed by 2" in " ".join(said.stdout.split())
         said = checkout.run("apply", "--only", "1", "--list")
         assert "not chosen" in said.stdout
         assert "Proven are each fix alone" in said.stdout
