@@ -330,7 +330,7 @@ def mooncakes_engine_after_refused_requests(whose: str) -> Observed:
     return _mooncakes_engine_after(whose)
 
 
-@scenario(shows={"K13 >=0.23.0": "the engine dies of an assertion about a transfer that ended"})
+@scenario(shows={"K13 >=0.21.0": "the engine dies of an assertion about a transfer that ended"})
 def mooncakes_engine_after_its_own_refused_requests() -> Observed:
     return _mooncakes_engine_after("Mooncake's")
 
