@@ -60,10 +60,11 @@ def tell_hits(meta: ReqMeta) -> None:
     """Up to 0.28.0: tell a worker, wherever it is, how many blocks the prefix cache had.
 
     From 0.29.0 on the metadata has a field of this name. A worker that is not patched does not look
-    at it, and gets what it knows.
+    at it, and gets what it knows. Where blocks of states were left out, nothing is told: of such a
+    model nothing is cut.
     """
     said = tuple(ids.hits for ids in meta.local_block_ids if isinstance(ids, _Uncached))
-    if said:
+    if len(said) == len(meta.local_block_ids):
         meta.local_num_computed_blocks = said  # type: ignore[attr-defined, unused-ignore]
 
 
