@@ -631,15 +631,15 @@ def surroundings(
         **({} if PACKED else {"get_kv_cache_layout": lambda: layout}),
         **names,
     }
-    # On its CPU platform the worker pins the calling thread to a core: not in a test run.
-    cores = os.sched_getaffinity(0)
     # Mamba transfers demand this layout of the convolution state.
     state_layout = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
-    try:
-        with mock.patch.multiple(_MODULE, **names), mock.patch.dict(os.environ, state_layout):
-            yield
-    finally:
-        os.sched_setaffinity(0, cores)
+    with (
+        mock.patch.multiple(_MODULE, **names),
+        mock.patch.dict(os.environ, state_layout),
+        # On its CPU platform the worker pins the calling thread to a core: not in a test run.
+        mock.patch.object(os, "sched_setaffinity"),
+    ):
+        yield
 
 
 @building("a NIXL worker")
