@@ -1,6 +1,6 @@
 """`nox -s regressions -- RELEASE...`: each defect on the stock release, and none on the patched.
 
-For each release, in one environment and two at a time: the tests of tests/regressions run on the
+For each release, in one environment and some at a time: the tests of tests/regressions run on the
 stock wheel, on the patched wheel, which lies beside it, and, for each fix, on the stock files with
 that fix alone (and what it depends on). Each run is a fork of one process that has imported torch
 and transformers (tests/programs/forks.py). What a fix does alone is taken from `records/proofs/`

@@ -4,28 +4,28 @@
     nox -s tests -- tests/overlay -k handshake         takes what pytest takes
     nox -s tests -- --release 0.33.0 [tests/overlay -k handshake]   on another release
 
-Without words for pytest all files are run, by a process for each core.
+Without words for pytest all files are run, by several processes, which are forks of one that has
+imported torch and transformers (tests/programs/forks.py).
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from scripts.project import ROOT, project, supported_release
 from scripts.prove.environment import Environment
-from scripts.prove.pytest import start_pytest
+from scripts.prove.forks import AT_ONCE, run_in_forks
+from scripts.prove.pytest import in_fork, start_pytest
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel
 
 OVERLAY_TESTS = ROOT / "tests" / "overlay"
-_AT_A_TIME = max(1, min(4, os.cpu_count() or 1))  # a process takes 1.5 GB
+_LIMIT = 1800.0  # seconds for a process, which needs half a minute; one that hangs is killed then
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     if any(codes):
         again = sys.argv[1:] if words else [*sys.argv[1:], "tests/overlay"]
         raise CheckFailedError(
-            f"pytest exited with {max(codes)}",
+            f"pytest exited with {next(filter(None, codes))}",
             expected="every test passing",
             next_step=f"to stop at the first that fails: nox -s tests -- {shlex.join(again)} -x",
         )
@@ -57,10 +57,9 @@ def arguments(words: list[str]) -> tuple[str, list[str]]:
 
 def _run_all(environment: Environment) -> list[int]:
     """Run every file and return the exit codes; what the processes say is printed in turn."""
-    shares = split(OVERLAY_TESTS.rglob("test_*.py"), _AT_A_TIME)
+    shares = split(OVERLAY_TESTS.rglob("test_*.py"), AT_ONCE)
     err.print(f"{environment.release}: tests/overlay in {len(shares)} processes ...")
-    with ThreadPoolExecutor(len(shares)) as pool:
-        results = list(pool.map(lambda share: start_pytest(environment, share), shares))
+    results = run_in_forks(environment, [in_fork(share) for share in shares], timeout=_LIMIT)
     for result in results:
         out.print(result.stdout + result.stderr, markup=False, end="")
     return [result.returncode for result in results]

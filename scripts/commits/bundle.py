@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import filecmp
 from collections.abc import Sequence
+from functools import cache, partial
 from pathlib import Path
 from shlex import quote
 
 from scripts.commits.closure import Closure
-from scripts.commits.fixes import branch_name, commit_fixes
+from scripts.commits.fixes import Fixes, branch_name
 from scripts.commits.patches import patch_text, release_repository
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry
@@ -55,12 +56,13 @@ def commit_branches(
 ) -> dict[str, list[str]]:
     """Make all branches on top of tag `v<release>`; return the commits of each, by its name."""
     stock = f"v{release}"
+    fixes = Fixes(repository, stock, registry)
     branches = {}
     for fix_id in ("", *(patch.fix_id for patch in patches)):
         wanted = registry.with_dependencies({fix_id}) if fix_id else {p.fix_id for p in patches}
         chosen = [patch for patch in patches if patch.fix_id in wanted]
         name = branch_name(release, fix_id)
-        branches[name], _ = commit_fixes(repository, stock, chosen, registry)
+        branches[name], _ = fixes.commit(chosen)
         repository.run("branch", name, branches[name][-1])
     repository.run("branch", branch_name(release, "stock"), stock)
     return branches
@@ -95,13 +97,14 @@ def _write(
     (folder / "series").mkdir(parents=True)
     (folder / "alone").mkdir()
     whole = branches[branch_name(release)]
+    texts = cache(partial(patch_text, repository))
     for number, (patch, commit) in enumerate(zip(patches, whole, strict=True), start=1):
         name = registry.fix(patch.fix_id).name
         target = folder / "series" / f"{number:04d}-{name}.patch"
-        target.write_bytes(patch_text(repository, commit).encode())
+        target.write_bytes(texts(commit).encode())
         alone = branches[branch_name(release, patch.fix_id)]
         target = folder / "alone" / f"{name}.mbox"
-        target.write_bytes("".join(patch_text(repository, one) for one in alone).encode())
+        target.write_bytes("".join(map(texts, alone)).encode())
     names = [branch_name(release, "stock"), *branches]
     repository.run(
         "bundle", "create", "--quiet", "--version=2", str(folder / _bundle(release)),

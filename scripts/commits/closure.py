@@ -14,12 +14,36 @@ from scripts.patchset.overlay import PACKAGE
 from scripts.system.git import Repository
 
 
+class _Module:
+    """One text, of which each is asked for many commits.
+
+    Attributes:
+        imports: Module and name of each import that can run.
+        bound: The names that it binds; `*` where that cannot be known.
+        fault: Why it cannot be compiled; empty if it can.
+    """
+
+    def __init__(self, text: str, name: str) -> None:
+        self.imports: list[tuple[str, str]] = []
+        self.bound: set[str] = set()
+        self.fault = ""
+        try:
+            tree = ast.parse(text)
+            compile(tree, name, "exec", dont_inherit=True)  # sees more than the parser does
+        except (SyntaxError, ValueError) as error:
+            self.fault = f"does not compile: {error}"
+            return
+        self.imports = [*_imports(tree)]
+        self.bound = _bound(tree.body)
+
+
 class Closure:
     """Looks into the commits of one repository; what two commits share is read once."""
 
     def __init__(self, repository: Repository) -> None:
         self._repository = repository
-        self._modules: dict[str, ast.Module | str] = {}  # by blob
+        self._trees: dict[str, dict[str, str]] = {}
+        self._modules: dict[str, _Module] = {}  # by blob
 
     def faults(self, stock: str, commit: str) -> Iterator[str]:
         """Yield what keeps the files that set `commit` apart from `stock` from being imported."""
@@ -28,12 +52,11 @@ class Closure:
             if before.get(path) == blob or not path.endswith(".py"):
                 continue
             module = self._module(blob)
-            if isinstance(module, str):
-                yield f"{path}: {module}"
-                continue
+            if module.fault:
+                yield f"{path}: {module.fault}"
             # Upstream's own lines may import what is made by its build.
             checked = ("vllm", PACKAGE) if path.startswith(f"{PACKAGE}/") else (PACKAGE,)
-            for name, member in _imports(module):
+            for name, member in module.imports:
                 if name.split(".")[0] in checked and not self._has(files, name, member):
                     yield f"{path}: no {'.'.join(filter(None, (name, member)))} in this commit"
 
@@ -43,23 +66,19 @@ class Closure:
             return False
         if not member or member == "*" or _file(files, f"{name}.{member}"):
             return True
-        module = self._module(files[path])
-        return isinstance(module, ast.Module) and bool({member, "*"} & _bound(module.body))
+        return bool({member, "*"} & self._module(files[path]).bound)
 
     def _blobs(self, commit: str) -> dict[str, str]:
-        rows = self._repository.run("ls-tree", "-r", "-z", commit, "--", "vllm", PACKAGE)
-        fields = (row.partition("\t") for row in rows.split("\0") if row)
-        return {path: entry.split()[2] for entry, _, path in fields}
+        if commit not in self._trees:
+            rows = self._repository.run("ls-tree", "-r", "-z", commit, "--", "vllm", PACKAGE)
+            fields = (row.partition("\t") for row in rows.split("\0") if row)
+            self._trees[commit] = {path: entry.split()[2] for entry, _, path in fields}
+        return self._trees[commit]
 
-    def _module(self, blob: str) -> ast.Module | str:
-        """Return the parsed text of `blob`, or why it cannot be compiled."""
+    def _module(self, blob: str) -> _Module:
         if blob not in self._modules:
-            try:
-                text = self._repository.run("cat-file", "blob", blob)
-                self._modules[blob] = ast.parse(text)
-                compile(text, blob, "exec", dont_inherit=True)  # sees more than the parser does
-            except (SyntaxError, ValueError) as error:
-                self._modules[blob] = f"does not compile: {error}"
+            text = self._repository.run("cat-file", "blob", blob)
+            self._modules[blob] = _Module(text, blob)
         return self._modules[blob]
 
 
@@ -73,7 +92,7 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
     pending: list[ast.AST] = [tree]
     while pending:
         node = pending.pop()
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+        if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
             pending += node.orelse
             continue
         pending += ast.iter_child_nodes(node)
@@ -99,3 +118,7 @@ def _bound(body: list[ast.stmt]) -> set[str]:
 
 def _is_scope(statement: ast.stmt) -> bool:
     return isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)
+
+
+def _is_for_type_checkers(test: ast.expr) -> bool:
+    return isinstance(test, ast.Name) and test.id == "TYPE_CHECKING"

@@ -19,53 +19,74 @@ def branch_name(release: str, fix_id: str = "") -> str:
     return f"kvfix/v{release}" + (f"-{fix_id}" if fix_id else "")
 
 
-def commit_fixes(
-    repository: Repository, base: str, patches: Sequence[Patch], registry: Registry
-) -> tuple[list[str], list[Offset]]:
-    """Commit `patches` on top of `base`, one commit each; touch no branch and no checkout.
+class Fixes:
+    """Fixes as commits on top of one revision; what branches have in common is made once.
 
-    Each commit holds the hooks of one fix, the overlay files that it is the first to need, and
-    its provenance. Its date is that of `base`, so the same input gives the same ids.
-
-    Returns:
-        The commits, and the hunks that were found at other lines.
-
-    Raises:
-        TouchedFileDiffersError: `base` lacks a file that a patch changes.
-        PatchDoesNotApplyError: A hunk has no place, or several.
+    Args:
+        repository: Where they are made; no branch and no checkout of it is touched.
+        base: The revision. Their date is its own, so the same input gives the same ids.
+        registry: What their messages come from.
     """
-    date = repository.run("show", "-s", "--format=%cI", base).strip()
-    commits: list[str] = []
-    offsets: list[Offset] = []
-    carried: set[str] = set()
-    stamped: dict[str, list[str]] = {}
-    texts: dict[str, str] = {}  # without the notices, which would move the hunks of later patches
-    for number, patch in enumerate(patches, start=1):
-        before = {path: texts.get(path) or _read(repository, base, path) for path in patch.files}
-        after, moved = apply_patches([patch], before.__getitem__)
-        texts |= after
-        offsets += moved
-        files: dict[str, bytes] = {}
-        for path, text in after.items():
-            stamped.setdefault(path, []).append(patch.fix_id)
-            files[path] = stamp(text, stamped[path]).encode()
-        overlay = overlay_files(patches[:number])
-        files.update((name, data) for name, data in overlay.items() if name not in carried)
-        carried |= overlay.keys()
-        fix = registry.fix(patch.fix_id)
-        files.update([provenance(fix)])
-        parent = commits[-1] if commits else base
-        message = registry.message(fix)
-        commits.append(repository.commit(parent, files, message, author=registry.author, date=date))
-    return commits, offsets
 
+    def __init__(self, repository: Repository, base: str, registry: Registry) -> None:
+        self._repository, self._base, self._registry = repository, base, registry
+        self._date = repository.run("show", "-s", "--format=%cI", base).strip()
+        self._stock: dict[str, str] = {}
+        self._made: dict[tuple[str, ...], str] = {}  # by the fixes up to this one
 
-def _read(repository: Repository, revision: str, path: str) -> str:
-    text = repository.read(revision, path)
-    if text is None:
-        raise TouchedFileDiffersError(
-            f"{repository.path} has no {path}",
-            expected="every file that the series changes",
-            next_step="name the release that the checkout is based on",
-        )
-    return text
+    def commit(self, patches: Sequence[Patch]) -> tuple[list[str], list[Offset]]:
+        """Commit `patches`, one commit each.
+
+        Each commit holds the hooks of one fix, the overlay files that it is the first to need, and
+        its provenance.
+
+        Returns:
+            The commits, and the hunks that were found at other lines.
+
+        Raises:
+            TouchedFileDiffersError: The revision lacks a file that a patch changes.
+            PatchDoesNotApplyError: A hunk has no place, or several.
+        """
+        commits: list[str] = []
+        offsets: list[Offset] = []
+        carried: set[str] = set()
+        stamped: dict[str, list[str]] = {}
+        # Without the notices, which would move the hunks of later patches.
+        texts: dict[str, str] = {}
+        for number, patch in enumerate(patches, start=1):
+            before = {path: texts.get(path) or self._read(path) for path in patch.files}
+            after, moved = apply_patches([patch], before.__getitem__)
+            texts |= after
+            offsets += moved
+            files: dict[str, bytes] = {}
+            for path, text in after.items():
+                stamped.setdefault(path, []).append(patch.fix_id)
+                files[path] = stamp(text, stamped[path]).encode()
+            overlay = overlay_files(patches[:number])
+            files.update((name, data) for name, data in overlay.items() if name not in carried)
+            carried |= overlay.keys()
+            fix = self._registry.fix(patch.fix_id)
+            files.update([provenance(fix)])
+            key = tuple(one.fix_id for one in patches[:number])
+            if key not in self._made:
+                self._made[key] = self._repository.commit(
+                    commits[-1] if commits else self._base,
+                    files,
+                    self._registry.message(fix),
+                    author=self._registry.author,
+                    date=self._date,
+                )
+            commits.append(self._made[key])
+        return commits, offsets
+
+    def _read(self, path: str) -> str:
+        if path not in self._stock:
+            text = self._repository.read(self._base, path)
+            if text is None:
+                raise TouchedFileDiffersError(
+                    f"{self._repository.path} has no {path}",
+                    expected="every file that the series changes",
+                    next_step="name the release that the checkout is based on",
+                )
+            self._stock[path] = text
+        return self._stock[path]

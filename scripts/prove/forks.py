@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,8 @@ from scripts.prove.environment import Environment, stage
 from scripts.system.errors import CommandError
 from scripts.system.process import Finished, in_own_group
 
-AT_ONCE = 2
-"""Runs at a time: each is one process on one core, and takes 1.5 GB."""
+AT_ONCE = min(8, 3 * (os.cpu_count() or 1))
+"""Runs at a time: each is one process, waits for most of its time, and takes 0.5 GB of its own."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Fork:
 def run_in_forks(
     environment: Environment, runs: Sequence[Fork], *, timeout: float
 ) -> list[Finished]:
-    """Run all of `runs` to their ends, two at a time, and return what became of each.
+    """Run all of `runs` to their ends, `AT_ONCE`, and return what became of each.
 
     What ends this process or this call ends them as well.
 

@@ -24,7 +24,7 @@ from scripts.patchset.target import Target
 from scripts.project import ROOT, read_toml
 from scripts.prove.code import plain
 from scripts.prove.environment import needs
-from scripts.prove.pytest import PLUGIN, RAISED
+from scripts.prove.pytest import PLUGINS
 from scripts.prove.reach import Sources
 from scripts.upstream.lock import load_lock
 from scripts.upstream.tree import read_source
@@ -73,7 +73,7 @@ def tests_hash(fix: Fix) -> str:
 
 @cache
 def _reached(tests: tuple[str, ...]) -> str:
-    return _hash("\n".join([*tests, _tests().text(tests, PLUGIN, RAISED)]))
+    return _hash("\n".join([*tests, _tests().text(tests, *PLUGINS)]))
 
 
 @cache

@@ -16,6 +16,10 @@ from scripts.system.process import Finished, run
 PLUGIN = "tests.support.vllm_cpu"
 RAISED = "tests.support.raised"
 """The plugin that notes who raised what a test failed with."""
+FROZEN = "tests.support.frozen"
+"""The plugin that spares what imports have made from the search for garbage."""
+PLUGINS = (PLUGIN, RAISED, FROZEN)
+"""What our tests run with; all of them can change an outcome."""
 WHOLE_RUN = (0, 1)
 """Exit codes of pytest when all that was collected has run."""
 
@@ -48,7 +52,7 @@ class Run:
 def run_together(
     environment: Environment, runs: Mapping[str, Run], *others: Fork, timeout: float = 1800
 ) -> tuple[dict[str, Outcomes], list[Finished]]:
-    """Do `runs` and `others`, two at a time.
+    """Do `runs` and `others`, some at a time.
 
     Args:
         environment: Whose Python runs them.
@@ -62,7 +66,7 @@ def run_together(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{number}.jsonl") for number in range(len(runs))]
         forks = [
-            Fork(_arguments(_words(run.paths, log)), run.shadow)
+            in_fork(_words(run.paths, log), run.shadow)
             for run, log in zip(runs.values(), logs, strict=True)
         ]
         ended = run_in_forks(environment, [*forks, *others], timeout=timeout)
@@ -74,8 +78,9 @@ def run_together(
 
 
 def _words(paths: Sequence[str], log: Path) -> list[str]:
-    # A file that cannot be collected must not keep the others from running.
-    options = ["-q", "--continue-on-collection-errors", "--report-log", str(log)]
+    # A file that cannot be collected must not keep the others from running. Of a failure counts
+    # where it is and what it says; pytest takes longer to quote the code than to run the tests.
+    options = ["-q", "--continue-on-collection-errors", "--tb=line", "--report-log", str(log)]
     return [*options, *(str(ROOT / path) for path in paths)]
 
 
@@ -107,9 +112,15 @@ def start_pytest(
     )
 
 
+def in_fork(words: Sequence[str], shadow: Path | None = None) -> Fork:
+    """Return a run of pytest with `words`, as `start_pytest` would do it in a fresh process."""
+    return Fork(_arguments(words), shadow)
+
+
 def _arguments(words: Sequence[str]) -> list[str]:
     """Return pytest and its words for our tests, as they stand after `python -m`."""
-    return pytest_arguments("-p", PLUGIN, "-p", RAISED, *words)
+    plugins = [word for plugin in PLUGINS for word in ("-p", plugin)]
+    return pytest_arguments(*plugins, *words)
 
 
 def pytest_arguments(*words: str) -> list[str]:

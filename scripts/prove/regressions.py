@@ -102,7 +102,7 @@ def prove_release(
             for one, unknown in missing.items()
             if unknown
         }
-        err.print(f"{release}: stock, patched, and {len(alone)} fixes alone, two at a time ...")
+        err.print(f"{release}: stock, patched, and {len(alone)} fixes alone ...")
         runs = {name: Run(_files(fixes), shadow) for name, shadow in sides.items()}
         runs.update((one, Run(_files(missing[one]), shadow)) for one, shadow in alone.items())
         asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]

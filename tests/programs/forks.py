@@ -10,8 +10,8 @@ A fork is what a fresh process would be, but for what no side of a release chang
 
 - torch, transformers and what these bring are there, which is most of what it takes to import vLLM.
   Nothing of vLLM, pytest or our tests is, nor anything that a plugin of pytest rewrites (anyio).
-- The version of a package is looked up once: vLLM reads the whole metadata of transformers for
-  every model configuration.
+- The version of a package is looked up once, and so are entry points: vLLM reads the whole metadata
+  of transformers for every model configuration, and that of all packages for every engine.
 - One thread at a time parses Python. CPython 3.11 raises SystemError where two do, and they do:
   pytest for the report of a failure, a thread of vLLM's for a traceback in the log.
 
@@ -149,7 +149,8 @@ def become(run: Mapping[str, Any], output: Path) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "tests"]:
         del sys.modules[name]
     importlib.invalidate_caches()
-    importlib.metadata.version = functools.cache(importlib.metadata.version)
+    for name in ("version", "entry_points"):
+        setattr(importlib.metadata, name, functools.cache(getattr(importlib.metadata, name)))
     ast.parse = _one_at_a_time(ast.parse)
     module, *words = run["arguments"]
     sys.argv = [module, *words]

@@ -7,19 +7,11 @@ after those that a test names.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 
 import pytest
 
 from tests.support.idle_engine import IdleCore, IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
-
-
-def soon(what: Callable[[], object], seconds: float = 5.0) -> bool:
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(what())
 
 
 def prefill(engine: IdleEngine, req_id: str) -> None:
@@ -38,10 +30,12 @@ def test_p_frees_what_has_been_read() -> None:
     free = engine._reusable()
     with IdleCore(engine) as idle:
         idle.call(lambda: prefill(engine, "req-p"))
-        soon(lambda: rests(idle))
+        idle.comes_to(lambda: rests(idle))
         time.sleep(0.1)
         nixl_of(engine.worker).inbox = {"D/0": [b"req-p:1"]}
-        assert soon(lambda: engine._reusable() == free), "P keeps the blocks until a request comes"
+        assert idle.comes_to(lambda: engine._reusable() == free), (
+            "P keeps the blocks until a request comes"
+        )
 
 
 def test_p_frees_what_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,8 +45,8 @@ def test_p_frees_what_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     free = engine._reusable()
     with IdleCore(engine) as idle:
         idle.call(lambda: prefill(engine, "req-p"))
-        assert soon(lambda: engine._reusable() != free)
-        assert soon(lambda: engine._reusable() == free), "the lease has run out"
+        assert idle.comes_to(lambda: engine._reusable() != free)
+        assert idle.comes_to(lambda: engine._reusable() == free), "the lease has run out"
 
 
 def test_d_frees_what_was_received_for_a_request_that_has_left() -> None:
@@ -67,7 +61,7 @@ def test_d_frees_what_was_received_for_a_request_that_has_left() -> None:
 
     with IdleCore(engine) as idle:
         idle.call(come_and_leave)
-        soon(lambda: rests(idle))
+        idle.comes_to(lambda: rests(idle))
         time.sleep(0.1)
         nixl_of(engine.worker).finish(*nixl_of(engine.worker).in_flight())
-        assert soon(lambda: engine._reusable() == free)
+        assert idle.comes_to(lambda: engine._reusable() == free)

@@ -79,6 +79,6 @@ def test_nothing_is_read_from_a_peer_that_is_no_longer_named() -> None:
     """D is connected to it, perhaps by a client that named it otherwise."""
     engine = engine_with(*NAMED)
     connect(engine.worker, "P")
-    attempt(engine.run)
+    attempt(engine.run, 0.5)  # there is no more to see where it waits for a read to end
     assert nixl_of(engine.worker).reads == []
     assert nixl_of(engine.worker).heard == {}

@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import zmq
 
+from tests.support.hurried_clock import Clock
 from tests.support.lease_pair import PrefillServer, prefill_server
 from tests.support.nixl_release import GET_META_MSG
 from tests.support.nixl_worker import _STAGES, make_worker
@@ -55,8 +56,10 @@ def shakes_hands(p: PrefillServer) -> bool:
     """Whether the worker of a D that P has not met can shake hands with P."""
     worker = make_worker(engine_id="reader")
     sizes = (1, 1) if _STAGES else ()
+    listener = p.part._nixl_handshake_listener_t
     try:
-        return bool(worker._nixl_handshake("127.0.0.1", port(p), 1, p.worker.engine_id, *sizes))
+        with Clock().hurries(lambda _: not listener.is_alive()):  # nobody will ever answer
+            return bool(worker._nixl_handshake("127.0.0.1", port(p), 1, p.worker.engine_id, *sizes))
     except zmq.Again:  # no answer
         return False
     finally:

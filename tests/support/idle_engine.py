@@ -77,6 +77,28 @@ class IdleEngine(DecodeEngine):
         )
 
 
+class _Requests(queue.Queue[Any]):
+    """An engine core's input queue that can tell whether its loop waits for the next request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._without_end = False
+
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:  # noqa: ANN401
+        self._without_end = block and timeout is None
+        try:
+            item = super().get(block, timeout)
+        finally:
+            self._without_end = False
+        self.task_done()
+        return item
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the loop waits for the next request, without an end, and there is none."""
+        return self._without_end and self.unfinished_tasks == 0
+
+
 class IdleCore:
     """vLLM's own engine core loop around an `IdleEngine`, in a thread; a context manager.
 
@@ -96,7 +118,7 @@ class IdleCore:
         vars(self.core).update(
             scheduler=engine.scheduler,
             model_executor=SimpleNamespace(is_sleeping=False),
-            input_queue=queue.Queue(),
+            input_queue=_Requests(),
             aborts_queue=queue.Queue(),
             output_queue=queue.Queue(),
             process_input_queue_block=True,
@@ -130,6 +152,18 @@ class IdleCore:
         """Have the loop do `act` as it takes requests: when it is idle or between two steps."""
         self.core.input_queue.put_nowait((act, None))
 
+    def comes_to(self, what: Callable[[], object], seconds: float = 5.0) -> bool:
+        """Whether `what`, which only the loop can bring about, comes to hold within `seconds`.
+
+        Where the loop waits for a request, and for nothing else, there is nothing to wait for.
+        """
+        end = time.monotonic() + seconds
+        over = False
+        while not (holds := bool(what())) and not over:
+            over = time.monotonic() > end or self.core.input_queue.is_all
+            time.sleep(0 if over else 0.01)
+        return holds
+
     def _step(self) -> tuple[dict[int, Any], bool]:
         if self.engine.scheduler.has_requests():
             self.steps += 1
@@ -147,12 +181,14 @@ class IdleCore:
         self.seconds = time.thread_time() - began
 
 
-def wait_for(what: Callable[[], Any], seconds: float = 5.0) -> bool:
-    """Whether `what` comes to hold within `seconds`."""
-    end = time.monotonic() + seconds
-    while not what() and time.monotonic() < end:
+def wait_for(
+    what: Callable[[], Any], seconds: float = 5.0, now: Callable[[], float] = time.monotonic
+) -> bool:
+    """Whether `what` comes to hold within `seconds`, as `now` counts them."""
+    end = now() + seconds
+    while not what() and now() < end:
         time.sleep(0.001)
-    return bool(what())
+    return bool(what()) and now() < end
 
 
 def lie_down(idle: IdleCore, rest: str) -> None:

@@ -24,6 +24,7 @@ peer's metadata field by field (`peer_metadata`) and registering it through the 
 from __future__ import annotations
 
 import contextlib
+import copy
 import ctypes
 import dataclasses
 import inspect
@@ -383,6 +384,18 @@ def tiny_model(mla: bool) -> str:
     return str(folder)
 
 
+@lru_cache(maxsize=2)
+def _model_config(mla: bool) -> ModelConfig:
+    """What vLLM reads of `tiny_model`: most of the time that a configuration takes."""
+    return ModelConfig(
+        model=tiny_model(mla),
+        tokenizer=None,
+        skip_tokenizer_init=True,
+        dtype="float16",
+        seed=0,
+    )
+
+
 @building("a configuration of vLLM")
 def make_vllm_config(
     *,
@@ -402,15 +415,8 @@ def make_vllm_config(
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = ModelConfig(
-            model=tiny_model(mla),
-            tokenizer=None,
-            skip_tokenizer_init=True,
-            dtype="float16",
-            seed=0,
-        )
         config = VllmConfig(
-            model_config=model,
+            model_config=copy.deepcopy(_model_config(mla)),
             cache_config=CacheConfig(block_size=block_size, enable_prefix_caching=prefix_caching),
             scheduler_config=SchedulerConfig(
                 max_num_seqs=16,
@@ -625,15 +631,15 @@ def surroundings(
         **({} if PACKED else {"get_kv_cache_layout": lambda: layout}),
         **names,
     }
-    # On its CPU platform the worker pins the calling thread to a core: not in a test run.
-    cores = os.sched_getaffinity(0)
     # Mamba transfers demand this layout of the convolution state.
     state_layout = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
-    try:
-        with mock.patch.multiple(_MODULE, **names), mock.patch.dict(os.environ, state_layout):
-            yield
-    finally:
-        os.sched_setaffinity(0, cores)
+    with (
+        mock.patch.multiple(_MODULE, **names),
+        mock.patch.dict(os.environ, state_layout),
+        # On its CPU platform the worker pins the calling thread to a core: not in a test run.
+        mock.patch.object(os, "sched_setaffinity"),
+    ):
+        yield
 
 
 @building("a NIXL worker")

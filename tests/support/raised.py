@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -55,7 +56,7 @@ def who_raised(error: BaseException, own: Path, tests: Path) -> Raised:
             ours.append("release")
         elif Path(file) == own:
             ours.append("test")
-        elif Path(file).resolve().is_relative_to(tests):
+        elif _resolved(file).is_relative_to(tests):
             ours.append("helper")
     if isinstance(error, _ASSERTING) and ours[-1:] == ["test"]:
         return "test"
@@ -63,6 +64,11 @@ def who_raised(error: BaseException, own: Path, tests: Path) -> Raised:
     if is_of_release(error) or (cause is not None and is_of_release(cause)):
         return "release"
     return "harness"
+
+
+@cache
+def _resolved(file: str) -> Path:
+    return Path(file).resolve()
 
 
 def _behind(error: BaseException) -> Iterator[BaseException]:

@@ -34,6 +34,8 @@ from typing import Any
 from unittest import mock
 
 import numpy as np
+from fastapi import FastAPI
+from starlette.datastructures import State
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from vllm.config import (
     CacheConfig,
@@ -117,7 +119,16 @@ def served_model() -> str:
         "model_max_length": MAX_MODEL_LEN,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
+    # Nearly every model has this file. Where it is not, vLLM makes its content of the model's
+    # configuration, once for each endpoint.
+    generation = {"bos_token_id": 0, "eos_token_id": 1}
+    (folder / "generation_config.json").write_text(json.dumps(generation))
     return str(folder)
+
+
+@lru_cache(maxsize=1)
+def _model_config() -> ModelConfig:
+    return ModelConfig(model=served_model(), max_model_len=MAX_MODEL_LEN, dtype="float16", seed=0)
 
 
 def serving_config(connector: str | None = "NixlConnector", *, ranks: int = 1) -> VllmConfig:
@@ -126,9 +137,7 @@ def serving_config(connector: str | None = "NixlConnector", *, ranks: int = 1) -
     `ranks` are the data-parallel engines that this server balances its requests over.
     """
     config = VllmConfig(
-        model_config=ModelConfig(
-            model=served_model(), max_model_len=MAX_MODEL_LEN, dtype="float16", seed=0
-        ),
+        model_config=copy.deepcopy(_model_config()),
         cache_config=CacheConfig(block_size=16),
         scheduler_config=SchedulerConfig(
             max_num_seqs=16,
@@ -411,8 +420,7 @@ async def serving(
         with mock.patch.object(EngineCoreClient, "make_async_mp_client", lambda **_: core):
             engine = AsyncLLM(config, executor_class=object, log_stats=False)
         args = _arguments(*flags)
-        model = {"model_config": config.model_config} if _WITH_MODEL else {}
-        app = build_app(args, ("generate",), **model)
+        app = _application(*flags)
         await init_app_state(engine, app.state, args, ("generate",))
         app.state.server = SimpleNamespace(should_exit=False)
     try:
@@ -422,6 +430,21 @@ async def serving(
         with contextlib.suppress(asyncio.CancelledError):
             if engine.output_handler is not None:
                 await engine.output_handler
+
+
+def _application(*flags: str) -> FastAPI:
+    """An application with a state of its own; its routes are those of all with the same flags."""
+    built = _routes(*flags)
+    app = copy.copy(built)
+    app.state = State(dict(built.state._state))
+    return app
+
+
+@lru_cache(maxsize=8)
+def _routes(*flags: str) -> FastAPI:
+    """The application as vLLM builds it; it is never called itself."""
+    model = {"model_config": _model_config()} if _WITH_MODEL else {}
+    return build_app(_arguments(*flags), ("generate",), **model)
 
 
 @lru_cache(maxsize=8)

@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from tests.support import nixl_worker
+from tests.support.hurried_clock import Clock
 from tests.support.nixl_release import NixlConnectorWorker, NixlHandshakePayload
 from tests.support.nixl_worker import make_worker, nixl_of, peer_metadata, receive, step
 
@@ -93,19 +94,27 @@ def _payload(worker: NixlConnectorWorker, engine_id: str, rank: int, tp_size: in
 class Fleet:
     """A decode worker, and where the prefill servers of its requests listen; a context manager.
 
-    What it is called with is for `make_worker`.
+    What it is called with, apart from `hurried`, is for `make_worker`.
 
     Attributes:
         worker: the decode worker, with its own `_nixl_handshake`.
         ports: engine id -> where it listens, as requests say.
+        now: the time in seconds; servers that are `silent` put it forward where the fleet is
+            `hurried`, instead of being waited for.
     """
 
-    def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
+    def __init__(self, *, hurried: bool = False, **config: Any) -> None:  # noqa: ANN401
         self.worker = make_worker(**config)
         self.ports: dict[str, int] = {}
+        self._silent: set[str] = set()
         self._stack = contextlib.ExitStack()
+        self._clock = Clock() if hurried else None
+        self.now: Callable[[], float] = self._clock.now if self._clock else time.monotonic
 
     def __enter__(self) -> Fleet:
+        if self._clock:
+            hurries = self._clock.hurries(lambda path: path.rpartition(":")[2] in self._silent)
+            self._stack.enter_context(hurries)
         self._stack.enter_context(
             mock.patch.object(nixl_worker, "peer_port", self.ports.__getitem__)
         )
@@ -123,6 +132,8 @@ class Fleet:
         place = SideChannel(self.worker, engine_id, tp_size, answers)
         self._stack.enter_context(place)
         self.ports[engine_id] = place.port
+        if answers is silent:
+            self._silent.add(str(place.port))
         return place
 
     def leave(self, req_id: str, engine_id: str, tp_size: int = 1) -> None:
@@ -147,11 +158,11 @@ class Fleet:
 
     def until(self, done: Callable[[], object], seconds: float = SOON) -> bool:
         """Step until it is done, for so long at most."""
-        end = time.monotonic() + seconds
-        while not done() and time.monotonic() < end:
+        end = self.now() + seconds
+        while not done() and self.now() < end:
             time.sleep(0.005)
             step(self.worker)
-        return bool(done())
+        return bool(done()) and self.now() < end
 
     def reads(self) -> list[str]:
         return [read.agent for read in nixl_of(self.worker).reads]

@@ -10,6 +10,8 @@ a build without it.
 
 Also for every test of the session, unless the environment already says otherwise:
 
+- torch computes in one thread: vLLM's worker pins its thread to a core, and with it those that
+  torch starts, which then wait for each other, each for its turn on that core;
 - no model hub is asked (``HF_HUB_OFFLINE``);
 - vLLM's caches have a folder of their own for each installed vLLM, because releases that share
   one read each other's model-registry entries (``VLLM_CACHE_ROOT``);
@@ -103,6 +105,8 @@ def prepare() -> None:
         nixl = f"{_CONNECTORS}.nixl.worker" if packaged else f"{_CONNECTORS}.nixl_connector"
         for name in (*_MODULES, nixl):
             importlib.import_module(name)
+        torch: Any = importlib.import_module("torch")
+        torch.set_num_threads(1)
         distributed: Any = importlib.import_module("torch.distributed")
         available = distributed.is_backend_available
         distributed.is_backend_available = lambda name: name != "nccl" and available(name)

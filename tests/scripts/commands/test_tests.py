@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from scripts.commands import tests as command
 from scripts.commands.tests import arguments, split
 from scripts.project import ROOT, project
+from scripts.prove.forks import Fork
 from scripts.system.errors import CheckFailedError, UnknownReleaseError
 from scripts.system.process import Finished
 
@@ -69,17 +71,30 @@ class Started:
     def install(self, wheel: object) -> None:
         self.installed.append(wheel)
 
-    def pytest(self, _: object, words: list[str], *, stream: bool = False) -> Finished:
+    def pytest(self, _: object, words: list[str], *, stream: bool) -> Finished:
         self.words.append(words)
-        code = self.codes.pop()
-        return Finished([], code, "" if stream else f"[says {code}]\n", "")
+        return Finished([], self.codes.pop(), "", "")
+
+    def forks(self, _: object, runs: Sequence[Fork], *, timeout: float) -> list[Finished]:
+        assert all(run.shadow is None for run in runs)
+        self.words += (_files(run.arguments) for run in runs)
+        return [
+            Finished([], code, f"[says {code}]\n", "")
+            for _, code in zip(runs, self.codes, strict=True)
+        ]
+
+
+def _files(arguments: Sequence[str]) -> list[str]:
+    """Return the test files among the words of pytest."""
+    return [word for word in arguments if Path(word).name.startswith("test_")]
 
 
 def run(monkeypatch: pytest.MonkeyPatch, started: Started, *words: str) -> None:
     monkeypatch.setattr(command, "Environment", started)
     monkeypatch.setattr(command, "patched_wheel", lambda release: f"wheel of {release}")
     monkeypatch.setattr(command, "start_pytest", started.pytest)
-    monkeypatch.setattr(command, "_AT_A_TIME", 2)
+    monkeypatch.setattr(command, "run_in_forks", started.forks)
+    monkeypatch.setattr(command, "AT_ONCE", 2)
     monkeypatch.setattr(sys, "argv", ["tests", *words])
     command.main()
 
@@ -96,15 +111,16 @@ def test_without_words_every_file_runs_once_and_each_process_is_heard(
     assert capsys.readouterr().out == "[says 0]\n" * 2
 
 
-@pytest.mark.parametrize("codes", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("codes", [(0, 1), (1, 0), (0, -9)])
 def test_one_that_fails_fails_all(
     codes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(CheckFailedError) as caught:
         run(monkeypatch, Started(*codes), "--release", "0.33.0")
     assert "nox -s tests -- --release 0.33.0 tests/overlay -x" in caught.value.next_step
+    assert caught.value.found == f"pytest exited with {sum(codes)}"
     said = capsys.readouterr().out
-    assert "[says 0]\n" in said and "[says 1]\n" in said
+    assert all(f"[says {code}]\n" in said for code in codes)
 
 
 def test_with_words_there_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:

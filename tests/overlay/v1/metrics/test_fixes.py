@@ -100,19 +100,23 @@ def test_what_is_not_known_is_passed_over() -> None:
         assert page.samples(METRIC, *LABELS) == {("0", "K11", "used_twice"): 2}
 
 
-API_SERVER = """
-import sys
+API_SERVERS = """
+import os
 from tests.support.metrics import serving_metrics
 from tests.support.serving_app import REMOTE, serving_config
 from vllm.v1.metrics.stats import SchedulerStats
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 
-with serving_metrics(serving_config()) as (logger, page):
-    for _ in range(int(sys.argv[1])):
-        count(Acted.REJECTION_PASSED_ON)
-    stats = SchedulerStats()
-    stats.kv_transfer_fixes = {"USED_TWICE": int(sys.argv[2])}
-    logger.record(stats, None, engine_idx=0)
+for passed_on, used_twice in (1, 2), (4, 0):
+    if not (server := os.fork()):
+        with serving_metrics(serving_config()) as (logger, page):
+            for _ in range(passed_on):
+                count(Acted.REJECTION_PASSED_ON)
+            stats = SchedulerStats()
+            stats.kv_transfer_fixes = {"USED_TWICE": used_twice}
+            logger.record(stats, None, engine_idx=0)
+        break
+    assert os.waitpid(server, 0)[1] == 0
 """
 
 
@@ -121,12 +125,8 @@ def test_several_api_servers_are_summed(tmp_path: Path) -> None:
 
     An engine sends a step's statistics to one of them.
     """
-    for passed_on, used_twice in ((1, 2), (4, 0)):
-        subprocess.run(
-            [sys.executable, "-c", API_SERVER, str(passed_on), str(used_twice)],
-            env={**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)},
-            check=True,
-        )
+    variables = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
+    subprocess.run([sys.executable, "-c", API_SERVERS], env=variables, check=True)
     registry = CollectorRegistry()
     MultiProcessCollector(registry, str(tmp_path))
     samples: Counter[tuple[str, ...]] = Counter()

@@ -243,6 +243,7 @@ def test_what_was_promised_is_given_away_once(
     first, second = decode_server("first/0"), decode_server("second/0")
     reads = confirmed_reads(p.part)
     assert reads is not None
+    monkeypatch.setattr(read_check, "MARGIN", lease_book.PROMISE)  # as if the read had been slow
     begin(first, offer, "first")
     over = time.monotonic() + 5
     while reads.book._held["at-p"].reader is None and time.monotonic() < over:
@@ -259,7 +260,6 @@ def test_what_was_promised_is_given_away_once(
     assert not reads.book._held
     assert not reads.book._ended
     assert "does not await" not in caplog.text  # it is said once that it is sent
-    monkeypatch.setattr(read_check, "MARGIN", lease_book.PROMISE)  # as if the read had been slow
     assert not used(end(first), "first")
 
 
