@@ -194,7 +194,7 @@ async def _clients(seed: str, cases: int, engine: IdleEngine, places: Places) ->
 
 
 def _tasks() -> int:
-    """Tasks, but for vLLM's own loops that tokenize, one for each way to do it that was asked for."""
+    """Tasks, but for the loops in which vLLM tokenizes, one for each way that was asked for."""
     loops = "AsyncMicrobatchTokenizer."
     return sum(
         not getattr(task.get_coro(), "__qualname__", "").startswith(loops)
