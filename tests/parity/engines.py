@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import itertools
 import queue
 import resource
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -19,6 +20,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
 
 from tests.parity.retries import COMPLETIONS, good_body
 from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario, since
@@ -40,6 +42,7 @@ from tests.support.nixl_worker import (
     script_handshake,
     sent,
 )
+from tests.support.overlapped_engine import OverlappedEngine
 from tests.support.serving_app import REMOTE
 from tests.support.stand_in_model import HEAD_SIZE
 
@@ -445,6 +448,72 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
             break
         time.sleep(0.005)
     return {"computed": [list(one) for one in computed], "ends": ends}
+
+
+# ---------------------------------------------------------------- failed reads, clients that leave
+
+
+def _leaves_while_its_read_fails(
+    engine: DecodeEngine, advance: Callable[[], object], moment: int, *, parts: bool
+) -> Observed:
+    """The read of `left` fails at the first report; its client leaves in the `moment`-th.
+
+    Args:
+        engine: with the policy fail.
+        advance: takes a step, or ends one and takes another.
+        moment: which report its client leaves in, between the step's decision and its output.
+        parts: whether a rank says first that blocks failed, and the last one a report later
+            that the read is over, as the ranks of an engine do.
+    """
+    connect(engine.worker, "P")
+    nixl = nixl_of(engine.worker)
+    told: Callable[[], Any] = engine._report
+    later: dict[str, Any] = {"finished_recving": None, "failed_recving": set()}
+    reports = itertools.count()
+
+    def report() -> Any:  # noqa: ANN401 - KVConnectorOutput
+        for read in nixl.in_flight():
+            (nixl.fail if b"left" in read.notif else nixl.finish)(read)
+        said = told()
+        if parts:
+            for name in later.keys() & vars(said).keys():  # from 0.30.0 on both
+                over = getattr(said, name)
+                setattr(said, name, later[name])
+                later[name] = over
+        if next(reports) == moment:
+            engine.scheduler.finish_requests("left", RequestStatus.FINISHED_ABORTED)
+        return said
+
+    engine.ask("left", range(100, 140), [[5, 6, 7]])
+    engine.ask("loads", range(200, 240), [[8, 9, 10]])
+    engine.ask("computes", range(300, 340), max_tokens=12)
+    with mock.patch.object(engine, "_report", report):
+        try:
+            for _ in range(24):
+                advance()
+        except EngineDiedError as error:
+            return said(error)
+    return [sorted(engine.scheduler.requests), len(engine._reusable()), nixl.misuse]
+
+
+@scenario("alone", "overlapping")
+def a_client_leaves_while_its_read_fails(steps: str) -> Observed:
+    """With the policy fail, at any time; the steps of the engine are each alone, or overlap."""
+    observed = {}
+    for moment, parts in itertools.product(range(6), (False, True)):
+        engine: DecodeEngine
+        advance: Callable[[], object]
+        if steps == "alone":
+            engine = DecodeEngine(policy="fail")
+            advance = engine.step
+        else:
+            engine = OverlappedEngine(policy="fail")
+            advance = engine.advance
+        with mock.patch.object(OverlappedEngine, "_land"):  # `report` lets reads end
+            observed[f"{moment}, in parts: {parts}"] = _leaves_while_its_read_fails(
+                engine, advance, moment, parts=parts
+            )
+    return observed
 
 
 # ---------------------------------------------------------------- what P keeps for D

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import RequestStatus
 
 from tests.support import decode_engine
 from tests.support.idle_engine import IdleEngine
@@ -255,3 +256,39 @@ def test_a_stand_in_was_counted_by_the_handler_that_refused_its_request() -> Non
 
     assert look() == look(abort_immediately=False) == {"PARAMS_REFUSED": 1}
     assert look(abort_immediately=True) == {}
+
+
+LENGTHS = [1, 15, 16, 17, 33, 48]
+"""Of prompts, in blocks of 16."""
+
+KINDS: list[tuple[GroupKind, ...]] = [
+    ("full",),
+    ("full", "sliding"),
+    ("full", "mamba"),
+    ("sliding",),
+]
+
+
+@pytest.mark.parametrize("groups", KINDS, ids="-".join)
+def test_a_request_waits_only_for_what_there_is_to_read(groups: tuple[GroupKind, ...]) -> None:
+    """Up to 0.29.0 a worker reports no receive without blocks, so nobody may wait for one."""
+    waiting = 0
+    for tokens, cached in itertools.product(LENGTHS, [0, *LENGTHS]):
+        engine = IdleEngine(groups=groups)
+        connect(engine.worker, "P")
+        prompt = range(1000, 1000 + tokens)
+        if cached:
+            engine.ask("before", prompt[:cached], max_tokens=1)
+            engine.step()
+        engine.ask("asked", prompt, [_named(kind, tokens) for kind in groups])
+        decided: Any = engine.scheduler.schedule().kv_connector_metadata
+        if engine.scheduler.requests["asked"].status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            waiting += 1
+            assert any(decided.reqs_to_recv["asked"].local_block_ids), (tokens, cached)
+    assert waiting > len(LENGTHS)
+
+
+def _named(kind: GroupKind, tokens: int) -> list[int]:
+    """What P names of a prompt's blocks: of a state the one that it is in."""
+    blocks = [*range(1, -(-tokens // 16) + 1)]
+    return blocks[-1:] if kind == "mamba" else blocks
