@@ -14,6 +14,8 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+import vllm
+from packaging.version import Version
 from vllm.v1 import kv_cache_interface as interface
 
 from tests.support.harness import building
@@ -29,8 +31,8 @@ from tests.support.nixl_worker import (
     surroundings,
 )
 
-RINGS = hasattr(interface, "CircularBufferSpec")
-"""The release has such models: from 0.29.0 on. Before, one latent cache stands for all."""
+RINGS = Version(Version(vllm.__version__).base_version) >= Version("0.30.0")
+"""The release reads such models over NIXL. Before, one latent cache stands for all."""
 
 LAYOUT = "BLNHC"
 """Of the caches: all layers' pages of a block, one after the other. No other takes such models."""

@@ -31,7 +31,7 @@ _VLLM = {
     "vllm/config.py": "",
     "vllm/distributed/kv_transfer/kv_connector/v1/nixl/worker.py": "",
     "vllm/v1/attention/selector.py": "",
-    "torch/__init__.py": "",
+    "torch/__init__.py": "def set_num_threads(number):\n    pass\n",
     "torch/distributed.py": "def is_backend_available(name):\n    return True\n",
 }
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.29.0 to 0.32.0: where pages of several layers begin at one address, the longest one is read.
+"""0.30.0 to 0.32.0: where pages of several layers begin at one address, the longest one is read.
 
 The worker keeps one region for each address, and of its layers the length of one. Layers of other
 groups may have longer pages there; what is beyond that length never travels. A block belongs to one

@@ -11,7 +11,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.shared_regions",
-    reason="0.29.0 to 0.32.0",
+    reason="0.30.0 to 0.32.0",
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.shared_regions import (
     note_page,
