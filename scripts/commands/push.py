@@ -1,9 +1,9 @@
 """`nox -s push -- [RELEASE...]`: which defects a release has where P pushes, stock and patched.
 
-Runs tests/push on the stock and on the patched files of each release from 0.24.0 on, side by side in
-one environment. A test that names the releases on which kvfix mends its defect has to fail on stock
-and pass on patched there. None may pass on stock and fail on patched. Of the others nobody claims
-anything: what is seen goes on record (records/push.json), and with it into docs/push.md.
+Runs tests/push on the stock and on the patched files of each release from 0.24.0 on, side by side
+in one environment. A test that names the releases on which kvfix mends its defect has to fail on
+stock and pass on patched there. None may pass on stock and fail on patched. Of the others nobody
+claims anything: what is seen goes on record (records/push.json), and with it into docs/push.md.
 """
 
 from __future__ import annotations

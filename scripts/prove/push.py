@@ -65,7 +65,8 @@ def shown(source: str) -> list[Shown]:
         if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
             continue
         says = (ast.get_docstring(function) or "").partition("\n")[0]
-        marks = [one for one in function.decorator_list if _is_mark(one)]
+        calls = [one for one in function.decorator_list if isinstance(one, ast.Call)]
+        marks = [one for one in calls if ast.unparse(one.func) == "shows"]
         if len(marks) != 1 or not says:
             raise ValueError(f"{function.name} needs one mark `shows` and a docstring")
         (mark,) = marks
@@ -73,10 +74,6 @@ def shown(source: str) -> list[Shown]:
         mends = SpecifierSet(named["mends"]) if "mends" in named else None
         found.append(Shown(function.name, ast.literal_eval(mark.args[0]), mends, says))
     return found
-
-
-def _is_mark(decorator: ast.expr) -> bool:
-    return isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "shows"
 
 
 def all_shown() -> list[Shown]:
@@ -170,9 +167,9 @@ def table(tests: Iterable[Shown], document: Mapping[str, Seen], among: Iterable[
         (list(same), cells)
         for cells, same in groupby(among, lambda one: _column(rows, document.get(one)))
     ]
-    heads = [same[0] if len(same) == 1 else f"{same[0]} to {same[-1]}" for same, _ in columns]
+    heads = [_span(same) for same, _ in columns]
     lines = [
-        f"| without a fix | like | {' | '.join(heads)} |",
+        f"| defect | like | {' | '.join(heads)} |",
         f"|---|---|{'---|' * len(heads)}",
     ]
     for number, one in enumerate(rows):
@@ -180,6 +177,12 @@ def table(tests: Iterable[Shown], document: Mapping[str, Seen], among: Iterable[
         cells = " | ".join(column[number] for _, column in columns)
         lines.append(f"| {one.says.rstrip('.')} | {like} | {cells} |")
     return "\n".join(lines) + "\n"
+
+
+def _span(releases: list[str]) -> str:
+    if len(releases) > 2:
+        return f"{releases[0]} to {releases[-1]}"
+    return ", ".join(releases)
 
 
 def _column(tests: list[Shown], seen: Seen | None) -> tuple[str, ...]:

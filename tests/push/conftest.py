@@ -1,8 +1,9 @@
 """The mark of tests/push: which defect a test shows where P pushes.
 
-`@pytest.mark.shows("K04", mends=">=0.24.0")`: a defect by its fix, or by a name of its own. On the
+`@pytest.mark.shows("K04", mends=">=0.24.0")`: the fix whose defect it is like, or "-". On the
 releases of `mends` (PEP 440) stock has to fail the test and patched has to pass it; elsewhere
-nobody claims anything, and what is seen goes on record. `nox -s push` reads it (scripts/prove/push.py).
+nobody claims anything, and what is seen goes on record. `nox -s push` reads it
+(scripts/prove/push.py).
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def test_a_notification_that_makes_no_sense(side: str) -> None:
 
 @shows("K09", mends=">=0.24.0")
 def test_a_registration_that_makes_no_sense() -> None:
-    """A registration that makes no sense takes along those that arrive with it: D waits for ever."""
+    """With a registration that makes no sense, those beside it are lost: D waits for ever."""
     with pair() as wire:
         wire.prefill("bad", OTHER)
         ask(wire)
@@ -254,7 +254,7 @@ def test_nobody_connects_to_a_peer_that_is_not_named(stranger: socket.socket) ->
 
 @shows("-")
 def test_a_request_that_is_aborted_before_it_is_scheduled() -> None:
-    """A request without remote_block_ids that is aborted before it is scheduled ends D's engine."""
+    """A request that is aborted unscheduled, and has no remote_block_ids, ends D's engine."""
     with pair() as wire:
         offer = wire.prefill("asked", PROMPT)
         del offer["remote_block_ids"]

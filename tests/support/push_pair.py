@@ -167,7 +167,12 @@ class Pair:
         self.holds = False
 
     def prefill(
-        self, req_id: str, prompt: Sequence[int], *, max_tokens: int = 1, **sampling: Any  # noqa: ANN401
+        self,
+        req_id: str,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 1,
+        **sampling: Any,  # noqa: ANN401
     ) -> dict[str, Any]:
         """Have P compute a prompt; its KV is in P's cache, for each token what `values` has.
 
