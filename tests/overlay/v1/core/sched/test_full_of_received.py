@@ -15,13 +15,13 @@ pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to
 def full(asked: int = 3, *, drafts: int = 3, spare: int = 0) -> DecodeEngine:
     """An engine whose cache is full of loads of two blocks each, `spare` blocks apart."""
     engine = DecodeEngine(num_blocks=2 * asked + 1 + spare)
+    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = drafts
+    engine.scheduler.use_eagle = True  # else a load has slots for guesses in 0.23.0 and 0.24.0
     connect(engine.worker, "P")
     for number in range(asked):
         start = 1000 * number
         engine.ask(f"req-{number}", range(start, start + 32), [[1, 2]], max_tokens=4)
     engine.step()
-    # Not before: 0.23.0 and 0.24.0 give such slots to a load, too.
-    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = drafts
     return engine
 
 
