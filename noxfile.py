@@ -115,6 +115,12 @@ def parity(session: nox.Session) -> None:
 
 
 @nox.session
+def push(session: nox.Session) -> None:
+    """Say which defects a release has where P pushes: nox -s push -- [RELEASE...]."""
+    command(session)
+
+
+@nox.session
 def mutants(session: nox.Session) -> None:
     """Change the code a little, and see whether a test notices: nox -s mutants -- RELEASE."""
     command(session, group="tests")

@@ -38,6 +38,10 @@ COLOURS = {
     "not affected": ("#e6e6e6", "#000000"),
     "unproven": ("#000000", "#ffffff"),
 }
+_PUSH = (
+    "From 0.24.0 on a cell speaks of connectors that pull; [push.md](push.md) has what was seen "
+    "where P pushes."
+)
 _HINT = "not proven: from the texts, or from a run before something changed"
 
 
@@ -68,6 +72,7 @@ def as_markdown(rows: Rows, registry: Registry, pins: Pins) -> str:
         cells = " | ".join(_marked(row[fix_id]) for fix_id in fixes)
         names = ", ".join(pin.link for pin in pins.get(release, []))
         lines.append(f"| {release} | {cells} | {names} |")
+    lines += ["", _PUSH]
     return "\n".join(lines) + "\n"
 
 

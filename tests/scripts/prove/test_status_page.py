@@ -106,10 +106,11 @@ def test_markdown_has_a_row_for_each_release_and_marks_hints() -> None:
     table = [line for line in lines if re.match(r"\| \d", line)]
     assert [line.split()[1] for line in table] == RELEASES[::-1]
     assert table[-1].startswith("| 0.18.0 | ✓ | (✓) | ● | (●) | ↑ | (↑) | - | (-) | ? | ? |")
-    assert lines[-2].endswith(
+    assert table[-2].endswith(
         " | [A & B 1](https://example.org/1?a&b), [C](https://example.org/2) |"
     )
-    assert lines[-1].endswith(" |  |")
+    assert table[-1].endswith(" |  |")
+    assert "(push.md)" in lines[-1]
 
 
 def linear(colour: str) -> list[float]:
