@@ -8,7 +8,7 @@ claims anything: what is seen goes on record (records/push.json), and with it in
 
 from __future__ import annotations
 
-from scripts.project import project, supported_release
+from scripts.project import supported_release
 from scripts.prove.push import PAGE, RECORD, all_shown, judge, observe, record, releases, write_page
 from scripts.system.console import entry, err, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
@@ -23,12 +23,14 @@ def main() -> None:
         raise UsageError(
             f"vLLM {without[0]} has no connector that pushes",
             expected=f"some of {', '.join(releases())}",
-            next_step=f"nox -s push -- {project().releases[-1]}",
+            next_step=f"nox -s push -- {releases()[-1]}",
         )
     faults: list[str] = []
+    failed: list[str] = []
     for release in named or releases():
         seen, wrong = judge(release, all_shown(), observe(release))
         faults += wrong
+        failed += [release] if wrong else []
         record(release, seen)
         write_page()
         mended = sum(sides == {"stock": "failed", "patched": "passed"} for sides in seen.values())
@@ -43,7 +45,7 @@ def main() -> None:
             expected="each with `mends` failing on stock and passing on patched where that says "
             "so, and none failing on patched alone",
             next_step="read tests/push and what is listed above, then: "
-            f"nox -s push -- {faults[0].split(',')[0].split(':')[0]}",
+            f"nox -s push -- {' '.join(failed)}",
         )
 
 
