@@ -33,6 +33,7 @@ vllm_cpu.prepare()
 
 from tests.support import decode_engine  # noqa: E402 - the platform comes first
 from tests.support.idle_engine import IdleEngine  # noqa: E402
+from tests.support.listening import answer_handshakes  # noqa: E402
 from tests.support.nixl_agents import REAL  # noqa: E402
 from tests.support.nixl_worker import make_worker  # noqa: E402
 
@@ -89,7 +90,7 @@ def prefill(commands: Connection) -> None:
     os.environ["VLLM_NIXL_SIDE_CHANNEL_HOST"] = "127.0.0.1"
     os.environ["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(port)
     engine = Engine("P")
-    _listen(engine)
+    answer_handshakes(engine)
     for cache in engine.worker.device_kv_caches.values():
         cache.fill_(FILL)
     commands.send("ready")
@@ -100,15 +101,6 @@ def prefill(commands: Connection) -> None:
             commands.recv()
             engine.settle()
             commands.send("read")
-
-
-def _listen(engine: Engine) -> None:
-    connector: Any = engine.scheduler.connector
-    payload = engine.worker.xfer_handshake_metadata
-    if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): payload})
-    else:
-        connector.set_xfer_handshake_metadata({0: payload})
 
 
 def _answers(engine: Engine, numbers: Iterable[int], blocks: int) -> Iterator[Params]:

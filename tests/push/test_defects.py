@@ -5,6 +5,7 @@ The first line of a test's docstring says what happens where the defect is there
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -153,14 +154,21 @@ def test_a_registration_that_makes_no_sense() -> None:
         assert answers(wire) == "received"
 
 
-@shows("K09", mends=">=0.24.0, <0.30.0")
-@pytest.mark.parametrize("call", ["release_xfer_handle", "get_xfer_telemetry"])
-def test_a_handle_that_nixl_does_not_serve(call: str) -> None:
-    """A write whose handle NIXL does not release, or has no telemetry of, ends P's engine."""
+@contextlib.contextmanager
+def pushed_without(call: str) -> Iterator[Pair]:
+    """P and D after a push whose handle NIXL does not serve."""
     with pair() as wire:
         nixl_of(wire.p.worker).on[call] = raising(RuntimeError("broken"))
         ask(wire)
         assert answers(wire) == "received"
+        yield wire
+
+
+@shows("K09", mends=">=0.24.0, <0.30.0")
+@pytest.mark.parametrize("call", ["release_xfer_handle", "get_xfer_telemetry"])
+def test_a_handle_that_nixl_does_not_serve(call: str) -> None:
+    """A write whose handle NIXL does not release, or has no telemetry of, ends P's engine."""
+    with pushed_without(call) as wire:
         assert attempt(wire.until, lambda: False, 0.5) is False
 
 
@@ -168,10 +176,7 @@ def test_a_handle_that_nixl_does_not_serve(call: str) -> None:
 @pytest.mark.parametrize("call", ["release_xfer_handle", "get_xfer_telemetry"])
 def test_what_was_pushed_is_free_also_then(call: str) -> None:
     """After such a write P keeps its blocks until the lease ends, or its engine ends."""
-    with pair() as wire:
-        nixl_of(wire.p.worker).on[call] = raising(RuntimeError("broken"))
-        ask(wire)
-        assert answers(wire) == "received"
+    with pushed_without(call) as wire:
         assert attempt(wire.until, lambda: not held(wire.p), 2.0) is True
 
 

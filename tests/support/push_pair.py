@@ -34,6 +34,7 @@ from vllm.v1.request import RequestStatus
 from tests.support import decode_engine
 from tests.support.decode_engine import DecodeEngine, Step
 from tests.support.harness import HarnessError, building
+from tests.support.listening import answer_handshakes
 from tests.support.nixl_worker import Read, lives, make_worker, nixl_of
 
 SECONDS = 8.0
@@ -74,7 +75,7 @@ class PushEngine(DecodeEngine):
             self.part.side_channel_port = probe.getsockname()[1]
         self.part.side_channel_host = "127.0.0.1"
         self.part._kv_lease_duration = lease
-        self.listen()
+        answer_handshakes(self)
 
     @property
     def part(self) -> Any:  # noqa: ANN401 - NIXL's part of the scheduler
@@ -106,24 +107,11 @@ class PushEngine(DecodeEngine):
         """A client leaves."""
         lives(self.scheduler.finish_requests, req_id, RequestStatus.FINISHED_ABORTED)
 
-    def listen(self) -> None:
-        """Answer handshakes."""
-        connector: Any = self.scheduler.connector
-        payload = self.worker.xfer_handshake_metadata
-        if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): payload})
-        else:
-            connector.set_xfer_handshake_metadata({0: payload})
-
     @property
     def listens(self) -> bool:
         """Whether the thread that answers handshakes lives."""
         thread: threading.Thread | None = self.part._nixl_handshake_listener_t
         return thread is not None and thread.is_alive()
-
-    def stop_listening(self) -> None:
-        """Answer no handshakes any more."""
-        self.part.shutdown()
 
     def end(self) -> None:
         """Its processes are gone, as far as it matters to others."""
