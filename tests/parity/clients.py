@@ -21,9 +21,10 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import DPLBAsyncMPClient
 
-from tests.parity.scenario import Observed, scenario, since
+from tests.parity.scenario import Observed, scenario
 from tests.parity.visits import OWN, seen, serving, visit
 from tests.support import serving_app
+from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body
 
 COMPLETIONS = "/v1/completions"

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
 
 from tests.parity.retries import COMPLETIONS, good_body
-from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario, since
+from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenario
 from tests.parity.visits import serving
 from tests.support import decode_engine, nixl_worker
 from tests.support.decode_engine import DecodeEngine
@@ -31,7 +31,7 @@ from tests.support.idle_engine import IdleEngine
 from tests.support.lease_pair import prefill_server
 from tests.support.nixl_release import GET_META_MSG, NixlAgentMetadata
 from tests.support.nixl_worker import (
-    _STAGES,
+    STAGES,
     EngineDiedError,
     connect,
     hold,
@@ -43,6 +43,7 @@ from tests.support.nixl_worker import (
     sent,
 )
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.release import since
 from tests.support.serving_app import REMOTE
 from tests.support.stand_in_model import HEAD_SIZE
 
@@ -133,7 +134,7 @@ def a_worker_receives_a_latent_cache_of_two_ranks() -> Observed:
 
 # ---------------------------------------------------------------- handshakes
 
-RANKS = [0] * (1 + _STAGES)
+RANKS = [0] * (1 + STAGES)
 ASKED = {
     "a handshake": [b"", [GET_META_MSG, *RANKS]],
     "something in between": [b"a question", [GET_META_MSG, *RANKS]],

@@ -34,11 +34,6 @@ Observed = Any
 Run = Callable[[], Observed | Awaitable[Observed]]
 
 
-def since(release: str) -> bool:
-    """Whether the build is of `release` or a later one."""
-    return Version(Version(vllm.__version__).base_version) >= Version(release)
-
-
 class LeftOutError(Exception):
     """This scenario cannot be run on the release; the message says why, for the report.
 

@@ -33,9 +33,9 @@ vllm_cpu.prepare()
 
 from tests.support import decode_engine  # noqa: E402 - the platform comes first
 from tests.support.idle_engine import IdleEngine  # noqa: E402
-from tests.support.listening import answer_handshakes  # noqa: E402
 from tests.support.nixl_agents import REAL  # noqa: E402
 from tests.support.nixl_worker import make_worker  # noqa: E402
+from tests.support.offering import answer_handshakes  # noqa: E402
 
 BLOCK = 16
 """Tokens."""

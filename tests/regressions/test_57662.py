@@ -14,8 +14,6 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import vllm
-from packaging.version import Version
 from vllm.v1 import kv_cache_interface as interface
 
 from tests.support.harness import building
@@ -30,8 +28,9 @@ from tests.support.nixl_worker import (
     receive,
     surroundings,
 )
+from tests.support.release import since
 
-RINGS = Version(Version(vllm.__version__).base_version) >= Version("0.30.0")
+RINGS = since("0.30.0")
 """The release reads such models over NIXL. Before, one latent cache stands for all."""
 
 LAYOUT = "BLNHC"

@@ -15,8 +15,10 @@ from tests.support.decode_engine import Step
 from tests.support.harness import HarnessError
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_release import GET_META_MSG, NixlConnectorScheduler
-from tests.support.nixl_worker import attempt, connect, nixl_of, rank_key
+from tests.support.nixl_worker import STAGES, attempt, connect, nixl_of, rank_key
+from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
+from tests.support.side_channel import SideChannel
 
 COMPLETIONS = next(iter(ENDPOINTS))
 PROMPT = range(40)  # three blocks of 16 tokens
@@ -47,6 +49,16 @@ UNKNOWN: dict[str, Any] = {
     "negative tp_size": {"tp_size": -1},
     "huge tp_size": {"tp_size": 10**9},
 }
+# Numbers that a worker looks at from a release on.
+for number, release in {
+    "pp_size": "0.26.0",
+    "dcp_size": "0.30.0",
+    "remote_registration_generation": "0.33.0",
+}.items():
+    if since(release):
+        UNKNOWN[f"{number} of another type"] = {number: [2]}
+        UNKNOWN[f"negative {number} and too few blocks"] = {number: -1, "remote_block_ids": [[1]]}
+        UNKNOWN[f"huge {number} and too few blocks"] = {number: 2**63, "remote_block_ids": [[1]]}
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -85,6 +97,19 @@ def test_an_owner_that_is_not_known_costs_nothing(changes: dict[str, Any]) -> No
     engine = engine_with(changed(changes))
     assert_computed_here(engine)
     assert nixl_of(engine.worker).heard == {}
+
+
+@pytest.mark.parametrize("size", ["tp_size", *(["pp_size"] if STAGES else [])])
+def test_nobody_is_asked_for_as_many_ranks_as_a_client_likes(size: str) -> None:
+    """Not even to be told that its blocks are free; every rank costs a question."""
+    engine = IdleEngine()
+    with SideChannel(engine.worker, "new") as new:
+        engine.ask("bad", PROMPT)
+        named = {"remote_engine_id": "new", "remote_port": new.port, "remote_block_ids": [[1]]}
+        engine.scheduler.requests["bad"].kv_transfer_params = {**GOOD, **named, size: 2000}
+        assert attempt(engine.run) is True
+        engine.worker._handshake_initiation_executor.shutdown()
+        assert new.asked == []
 
 
 @pytest.mark.parametrize("params", ["do_remote_prefill", ["do_remote_prefill"], 7], ids=repr)

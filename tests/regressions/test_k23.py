@@ -16,7 +16,7 @@ import zmq
 from tests.support.hurried_clock import Clock
 from tests.support.lease_pair import PrefillServer, prefill_server
 from tests.support.nixl_release import GET_META_MSG
-from tests.support.nixl_worker import _STAGES, make_worker
+from tests.support.nixl_worker import STAGES, make_worker
 
 # Threads that end so are what this is about.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 ARRIVED = 0.3
 """Seconds in which a message is there, on the loopback interface, and has been looked at."""
 
-RANKS = [0] * (1 + _STAGES)
+RANKS = [0] * (1 + STAGES)
 HANDSHAKE = msgspec.msgpack.encode([GET_META_MSG, *RANKS])
 
 SCRAPE = b"""\
@@ -55,7 +55,7 @@ def port(p: PrefillServer) -> int:
 def shakes_hands(p: PrefillServer) -> bool:
     """Whether the worker of a D that P has not met can shake hands with P."""
     worker = make_worker(engine_id="reader")
-    sizes = (1, 1) if _STAGES else ()
+    sizes = (1, 1) if STAGES else ()
     listener = p.part._nixl_handshake_listener_t
     try:
         with Clock().hurries(lambda _: not listener.is_alive()):  # nobody will ever answer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -11,6 +12,9 @@ import pytest
 from tests.support.hostile_visits import KINDS
 
 CASES = 10_000
+MEMORY = 14 << 30
+"""Bytes, of addresses."""
+
 SEED = os.environ.get("KVFIX_SEED", "0")
 
 pytestmark = [
@@ -18,6 +22,12 @@ pytestmark = [
     # Threads that end so are what this is about.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning"),
 ]
+
+
+@pytest.fixture(autouse=True)
+def bounded() -> None:
+    """A release that makes a list as long as a client says does not get this machine's memory."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 @pytest.fixture(autouse=True)

@@ -29,12 +29,14 @@ from tests.support.hurried_clock import Clock
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_release import GET_META_MSG, NixlHandshakePayload
 from tests.support.nixl_worker import (
-    _STAGES,
+    STAGES,
     EngineDiedError,
+    lives,
     make_worker,
     nixl_of,
     peer_metadata,
 )
+from tests.support.offering import answer_handshakes, scheduler_part
 from tests.support.serving_app import REMOTE, Server, body, serving
 from tests.support.side_channel import SideChannel
 
@@ -207,7 +209,7 @@ def _hand_over(server: Server, engine: IdleEngine) -> int:
     sent = [*server.core.requests]
     server.core.reset()
     for request in sent:
-        engine.add(request)
+        lives(engine.add, request)
     return len(sent)
 
 
@@ -249,9 +251,9 @@ def handshakes(seed: str, cases: int, *, readable: bool = True) -> Visits:
     place = {"VLLM_NIXL_SIDE_CHANNEL_PORT": str(port), "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1"}
     with mock.patch.dict(os.environ, place), _tracing():
         engine = IdleEngine()
-        listening: Any = engine.scheduler.connector.connector_scheduler  # type: ignore[union-attr, unused-ignore]
+        listening = scheduler_part(engine)
         reader = make_worker(engine_id="reader")
-        listening.set_xfer_handshake_metadata({0: _of(reader)})
+        answer_handshakes(engine, _of(reader))
         measured = _Measured(cases)
         try:
             return _handshakes(_cases(seed, cases), listening, reader, port, measured, readable)
@@ -274,7 +276,7 @@ def _handshakes(
     readable: bool,
 ) -> Visits:
     thread: threading.Thread = listening._nixl_handshake_listener_t
-    first_rank = [GET_META_MSG, 0, 0] if _STAGES else [GET_META_MSG, 0]
+    first_rank = [GET_META_MSG, 0, 0] if STAGES else [GET_META_MSG, 0]
     lease = ["x" * 32, "reader", ["agent"], 1.0]
     outcomes: Counter[str] = Counter()
     died, sent = "", 0
@@ -296,7 +298,7 @@ def _handshakes(
             measured.case(number)
     threads, megabytes = measured.over()
     try:
-        wide = (1, 1) if _STAGES else ()
+        wide = (1, 1) if STAGES else ()
         agents = reader._nixl_handshake("127.0.0.1", port, 1, "P", *wide)
     except zmq.Again:
         agents = None

@@ -13,7 +13,6 @@ worker hears.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from tests.support.decode_engine import Step
 from tests.support.harness import HarnessError, building
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
+from tests.support.offering import answer_handshakes, keep_answers, listen, scheduler_part
 
 LEASE = 0.05
 """Seconds for which P keeps what nobody reads."""
@@ -44,23 +44,12 @@ class Server(IdleEngine):
         super().__init__(**config)
         self.agent = agent
         vars(nixl_of(self.worker))["name"] = agent
-        self.answers: dict[str, dict[str, Any]] = {}
-        update = self.scheduler.update_from_output
-
-        def keeping(*arguments: Any) -> Any:  # noqa: ANN401 - the scheduler's own
-            outputs = update(*arguments)
-            for output in (one for client in outputs.values() for one in client.outputs):
-                if output.kv_transfer_params is not None:
-                    self.answers[output.request_id] = output.kv_transfer_params
-            return outputs
-
-        self.scheduler.update_from_output = keeping
+        self.answers = keep_answers(self)
 
     @property
     def part(self) -> Any:  # noqa: ANN401 - of another name from 0.24.0 on
         """NIXL's part of the scheduler."""
-        connector: Any = self.scheduler.connector
-        return connector.connector_scheduler
+        return scheduler_part(self)
 
 
 class PrefillServer(Server):
@@ -69,21 +58,7 @@ class PrefillServer(Server):
     @building("a prefill server")
     def __init__(self, lease: float, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__("P/0", **config)
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.part.side_channel_port = probe.getsockname()[1]
-        self.part.side_channel_host = "127.0.0.1"
-        self.part._kv_lease_duration = lease  # from 0.22.0 on; the environment says it before
-        self.listen()
-
-    def listen(self) -> None:
-        """Answer handshakes."""
-        connector: Any = self.scheduler.connector
-        payload = self.worker.xfer_handshake_metadata
-        if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
-            connector.set_xfer_handshake_metadata_pp_aware({(0, 0): payload})
-        else:
-            connector.set_xfer_handshake_metadata({0: payload})
+        listen(self, lease)
 
     def leave(self) -> None:
         """Stop listening, and know nothing more, as if the process had ended."""
@@ -98,7 +73,7 @@ class PrefillServer(Server):
         """Answer what is asked from now on, and what was meanwhile."""
         self.part._stop_event = threading.Event()
         self.part._nixl_handshake_listener_t = None
-        self.listen()
+        answer_handshakes(self)
 
     def prefill(self, req_id: str, prompt: Sequence[int]) -> dict[str, Any]:
         """Compute a prompt.

@@ -96,7 +96,7 @@ on."""
 _ONE_STATE = BESIDE and not hasattr(_TOPOLOGY, "get_transfer_cache_regions")
 """All states of a layer are one cache: from 0.27.0 on."""
 
-_STAGES = "remote_pp_size" in inspect.signature(NixlConnectorWorker._nixl_handshake).parameters
+STAGES = "remote_pp_size" in inspect.signature(NixlConnectorWorker._nixl_handshake).parameters
 """Peers may have several pipeline stages: from 0.26.0 on."""
 
 _AWAITING = (
@@ -124,13 +124,13 @@ def target_ranks(worker: NixlConnectorWorker, tp_size: int) -> list[int]:
 
 def rank_key(rank: int) -> Any:  # noqa: ANN401 - an int, or pipeline and tensor rank
     """How the worker calls a tensor rank of its peers."""
-    return (0, rank) if _STAGES else rank
+    return (0, rank) if STAGES else rank
 
 
 def handshake_result(agents: dict[Any, str]) -> Any:  # noqa: ANN401 - a dict, or a tuple
     """What a handshake that found these agents returns; with peers of several stages also the
     difference between the clocks."""
-    return (agents, 0.0) if _STAGES else agents
+    return (agents, 0.0) if STAGES else agents
 
 
 # ---------------------------------------------------------------- the scripted NIXL
@@ -796,7 +796,7 @@ def connect(
         worker._remote_agents[engine_id] = agents
         if hasattr(worker, "_engine_last_active"):  # from 0.24.0 on
             worker._engine_last_active[engine_id] = time.perf_counter()
-        if _STAGES:
+        if STAGES:
             worker._engine_clock_offset[engine_id] = 0.0
         if hasattr(worker, "_track_remote_engine_replacement"):  # from 0.31.0 on
             worker._track_remote_engine_replacement(engine_id, "127.0.0.1", peer_port(engine_id))

@@ -20,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,8 +33,8 @@ from vllm.v1.request import RequestStatus
 from tests.support import decode_engine
 from tests.support.decode_engine import DecodeEngine, Step
 from tests.support.harness import HarnessError, building
-from tests.support.listening import answer_handshakes
 from tests.support.nixl_worker import Read, lives, make_worker, nixl_of
+from tests.support.offering import keep_answers, listen, scheduler_part
 
 SECONDS = 8.0
 """In which a pair comes to its end. A handshake with nobody takes 5."""
@@ -67,21 +66,14 @@ class PushEngine(DecodeEngine):
         made = functools.partial(_make, changed)
         with mock.patch.object(decode_engine, "make_worker", made):
             super().__init__(**config)
-        self.answers: dict[str, dict[str, Any]] = {}
+        self.answers = keep_answers(self)
         self.steps: list[Step] = []
-        self._keep_answers()
-        with contextlib.closing(socket.socket()) as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.part.side_channel_port = probe.getsockname()[1]
-        self.part.side_channel_host = "127.0.0.1"
-        self.part._kv_lease_duration = lease
-        answer_handshakes(self)
+        listen(self, lease)
 
     @property
     def part(self) -> Any:  # noqa: ANN401 - NIXL's part of the scheduler
         """NIXL's part of the scheduler."""
-        connector: Any = self.scheduler.connector
-        return connector.connector_scheduler
+        return scheduler_part(self)
 
     @property
     def agent(self) -> str:
@@ -124,18 +116,6 @@ class PushEngine(DecodeEngine):
         executor = vars(worker).pop("_handshake_initiation_executor", None)
         if executor is not None:
             executor.shutdown(wait=False, cancel_futures=True)
-
-    def _keep_answers(self) -> None:
-        update = self.scheduler.update_from_output
-
-        def keeping(*arguments: Any) -> Any:  # noqa: ANN401 - the scheduler's own
-            outputs = update(*arguments)
-            for output in (one for client in outputs.values() for one in client.outputs):
-                if output.kv_transfer_params is not None:
-                    self.answers[output.request_id] = output.kv_transfer_params
-            return outputs
-
-        self.scheduler.update_from_output = keeping
 
 
 def _make(changed: dict[str, Any], **config: Any) -> Any:  # noqa: ANN401 - of `make_worker`

@@ -13,9 +13,9 @@ import re
 from array import array
 from typing import Any, NamedTuple
 
-MAX_TP_SIZE = 1024
-"""Ranks. Every rank of the peer that a worker reads from costs a handshake, so a number that no
-deployment has must not start a million of them."""
+MAX_RANKS = 1024
+"""Of a peer. Every one that a worker reads from costs a handshake, so a number that no deployment
+has must not start a million of them."""
 
 MAX_BLOCK_ID = 2**31 - 1
 """Block numbers are 32-bit in vLLM's block tables."""
@@ -63,7 +63,7 @@ def find_problem(params: object, *, groups: int | None = None) -> Problem | None
             return Problem(flag, f"must be true or false, not {_type(params[flag])}")
     if not asks_for_blocks(params):
         return None
-    return peer_problem(params) or _blocks_problem(params, groups) or _tokens_problem(params)
+    return _place_problem(params) or _blocks_problem(params, groups) or _tokens_problem(params)
 
 
 def of_transfer(name: str) -> bool:
@@ -156,6 +156,26 @@ def asks_for_blocks(params: dict[str, Any]) -> bool:
 
 def peer_problem(params: dict[str, Any]) -> Problem | None:
     """Say what keeps the peer from being talked to."""
+    return _place_problem(params) or find_number_problem(params)
+
+
+def find_number_problem(params: dict[str, Any]) -> Problem | None:
+    """Say what is wrong with the numbers that peers of later releases add; `tp_size` is good.
+
+    A worker looks at `pp_size` from 0.26.0 on, at `dcp_size` from 0.30.0 on and at the generation
+    from 0.33.0 on. Where it does not, a bad one is no reason to refuse a request.
+    """
+    for field, low, high in (
+        ("dcp_size", 1, MAX_RANKS),
+        ("pp_size", 1, MAX_RANKS // params.get("tp_size", 1)),
+        ("remote_registration_generation", 0, 2**63 - 1),
+    ):
+        if field in params and (problem := _number_problem(params, field, low, high)):
+            return problem
+    return None
+
+
+def _place_problem(params: dict[str, Any]) -> Problem | None:
     for field, limit in (
         ("remote_engine_id", MAX_ID_LENGTH),
         ("remote_request_id", MAX_ID_LENGTH),
@@ -166,7 +186,7 @@ def peer_problem(params: dict[str, Any]) -> Problem | None:
     if problem := _number_problem(params, "remote_port", 1, 65535):
         return problem
     if "tp_size" in params:  # a prefill server without tensor parallelism need not say so
-        return _number_problem(params, "tp_size", 1, MAX_TP_SIZE)
+        return _number_problem(params, "tp_size", 1, MAX_RANKS)
     return None
 
 

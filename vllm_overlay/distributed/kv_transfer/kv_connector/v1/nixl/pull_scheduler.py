@@ -23,9 +23,9 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     transfer_groups,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
-    MAX_TP_SIZE,
     Problem,
     asks_for_blocks,
+    find_number_problem,
     find_problem,
     printable,
 )
@@ -46,13 +46,6 @@ log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
-_NUMBERS = {
-    "dcp_size": (1, MAX_TP_SIZE),
-    "pp_size": (1, MAX_TP_SIZE),
-    "remote_registration_generation": (0, 2**63 - 1),
-}
-"""Fields that a prefill server may add, and what they may be."""
-
 
 def find_pull_problem(params: object, *, groups: int | None = None) -> Problem | None:
     """Say what keeps blocks from being pulled with these parameters, if they ask for that.
@@ -63,7 +56,7 @@ def find_pull_problem(params: object, *, groups: int | None = None) -> Problem |
         return problem
     if not isinstance(params, dict) or not asks_for_blocks(params):
         return None
-    if (problem := _numbers_problem(params)) is not None:
+    if (problem := find_number_problem(params)) is not None:
         return problem
     expiry = params.get("remote_blocks_expiry_time")
     if expiry is not None and type(expiry) not in (int, float):
@@ -82,15 +75,7 @@ def find_push_problem(params: object) -> Problem | None:
         return problem
     if "tp_size" not in params:  # other than for pulling, upstream has no default here
         return Problem("tp_size", "is missing")
-    return _numbers_problem(params)
-
-
-def _numbers_problem(params: dict[str, Any]) -> Problem | None:
-    for field, (low, high) in _NUMBERS.items():
-        value = params.get(field, low)
-        if type(value) is not int or not low <= value <= high:
-            return Problem(field, f"must be an integer from {low} to {high}")
-    return None
+    return find_number_problem(params)
 
 
 # ---------------------------------------------------------------- in the scheduler

@@ -13,7 +13,7 @@ from vllm.v1.serial_utils import MsgpackEncoder
 from tests.support.lying_params import GOOD
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     MAX_BLOCK_ID,
-    MAX_TP_SIZE,
+    MAX_RANKS,
     are_for,
     asks_for_blocks,
     find_problem,
@@ -35,7 +35,7 @@ PEER = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
         {k: v for k, v in GOOD.items() if k != "tp_size"},
         {**GOOD, "remote_block_ids": ((0,), [MAX_BLOCK_ID])},
         {**GOOD, "remote_block_ids": [[], [7]]},
-        {**GOOD, "tp_size": MAX_TP_SIZE, "remote_port": 65535},
+        {**GOOD, "tp_size": MAX_RANKS, "remote_port": 65535},
         {**GOOD, "remote_request_id": "a:b é"},
         {**GOOD, "remote_num_tokens": None},
         {**GOOD, "remote_num_tokens": 48, "anything": object()},
@@ -68,7 +68,7 @@ def test_a_field_that_is_missing_or_null(field: str, dropped: bool) -> None:
         ("do_remote_decode", []),
         *((field, value) for field in PEER[:3] for value in ("", 7, ["P"], "x" * 9999, "\ud800")),
         *(("remote_port", value) for value in (0, -1, 65536, 2**70, "5600", 5600.0, True)),
-        *(("tp_size", value) for value in (0, -1, MAX_TP_SIZE + 1, "1", None, True)),
+        *(("tp_size", value) for value in (0, -1, MAX_RANKS + 1, "1", None, True)),
         *(
             ("remote_block_ids", value)
             for value in (
@@ -94,6 +94,31 @@ def test_a_field_that_cannot_be_used(field: str, value: object) -> None:
     problem = find_problem({**GOOD, field: value})
     assert problem is not None and problem.field == field
     assert str(problem).startswith(f"kv_transfer_params.{field} ")
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
+@pytest.mark.parametrize("value", ["1", 1.0, True, None, -1, 2**63, [1]])
+def test_a_peer_whose_numbers_are_none(field: str, value: object) -> None:
+    """It is not talked to; that a release does not look at them is for others to know."""
+    params = {**GOOD, field: value}
+    problem = peer_problem(params)
+    assert problem is not None and problem.field == field
+    assert find_problem(params) is None
+
+
+@pytest.mark.parametrize(
+    ("tensor", "stages", "good"),
+    [(1, 1024, True), (1, 1025, False), (8, 128, True), (8, 129, False), (1024, 1, True)],
+)
+def test_ranks_are_counted_over_all_stages(tensor: int, stages: int, good: bool) -> None:
+    problem = peer_problem({**GOOD, "tp_size": tensor, "pp_size": stages})
+    assert (problem is None) == good
+
+
+def test_a_peer_that_does_not_say_how_many_ranks_it_has_has_one_a_stage() -> None:
+    params = {k: v for k, v in GOOD.items() if k != "tp_size"}
+    assert peer_problem({**params, "pp_size": 1024}) is None
+    assert peer_problem({**params, "pp_size": 1025}) is not None
 
 
 @pytest.mark.parametrize("params", ["text", ["list"], 7, True])
