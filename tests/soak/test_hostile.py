@@ -25,9 +25,12 @@ pytestmark = [
 
 
 @pytest.fixture(autouse=True)
-def bounded() -> None:
+def bounded() -> Iterator[None]:
     """A release that makes a list as long as a client says does not get this machine's memory."""
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, resource.getrlimit(resource.RLIMIT_AS)[1]))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 @pytest.fixture(autouse=True)
