@@ -35,7 +35,7 @@ from tests.support import decode_engine  # noqa: E402 - the platform comes first
 from tests.support.idle_engine import IdleEngine  # noqa: E402
 from tests.support.nixl_agents import REAL  # noqa: E402
 from tests.support.nixl_worker import make_worker  # noqa: E402
-from tests.support.offering import answer_handshakes  # noqa: E402
+from tests.support.offering import answer_handshakes, keep_answers  # noqa: E402
 
 BLOCK = 16
 """Tokens."""
@@ -105,18 +105,10 @@ def prefill(commands: Connection) -> None:
 
 def _answers(engine: Engine, numbers: Iterable[int], blocks: int) -> Iterator[Params]:
     """The `kv_transfer_params` with which P answers prompts."""
-    answers: dict[str, Params] = {}
-    update = engine.scheduler.update_from_output
-
-    def keeping(*arguments: Any) -> Any:  # noqa: ANN401 - the scheduler's own
-        outputs = update(*arguments)
-        for output in (one for client in outputs.values() for one in client.outputs):
-            if output.kv_transfer_params is not None:
-                answers[output.request_id] = output.kv_transfer_params
-        return outputs
-
     names = [f"p{number}" for number in numbers]
-    with mock.patch.object(engine.scheduler, "update_from_output", keeping):
+    scheduler = engine.scheduler
+    with mock.patch.object(scheduler, "update_from_output", scheduler.update_from_output):
+        answers = keep_answers(engine)  # here alone: what comes after is measured
         for name, number in zip(names, numbers, strict=True):
             engine.send(name, prompt(number, blocks), {"do_remote_decode": True}, max_tokens=1)
         for _ in range(4):  # also tells the worker of the leases

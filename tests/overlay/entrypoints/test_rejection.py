@@ -14,14 +14,13 @@ from http import HTTPStatus
 from typing import Any
 
 import pytest
-import vllm
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.serial_utils import MsgpackEncoder
 
 from tests.support.lying_params import lying_params
+from tests.support.release import since
 from tests.support.serving_app import (
     ENDPOINTS,
     MAX_MODEL_LEN,
@@ -44,9 +43,9 @@ COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 OTHER = {"type": "function", "function": {"name": "other"}}
-LOOKS_AFTER_ITSELF = Version(vllm.__version__) < Version("0.24")
+LOOKS_AFTER_ITSELF = not since("0.24")
 """Whether the clean-up around a handler is ours."""
-STOCK_CLEANS_UP = Version(vllm.__version__) >= Version("0.21")
+STOCK_CLEANS_UP = since("0.21")
 """Whether stock has one."""
 IMAGE = "data:image/png;base64,iVBORw0KGgo="
 

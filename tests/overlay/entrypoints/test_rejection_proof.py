@@ -11,11 +11,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
-from packaging.version import Version
 from vllm.engine.protocol import EngineClient
 from vllm.v1.engine import EngineCoreRequest
 
+from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body, serving
 from vllm_overlay.entrypoints import rejection
 from vllm_overlay.v1.engine.admission import current_exchange
@@ -27,7 +26,7 @@ HANDLERS = {
     RESPONSES: ("openai_serving_responses", "create_responses"),
     GENERATE: ("serving_tokens", "serve_tokens"),
 }
-SAYS_SO = Version(vllm.__version__) >= Version("0.28")
+SAYS_SO = since("0.28")
 """Whether /v1/messages answers a refusal of its handler with a 400, as the other endpoints."""
 FINAL = [400, 404, 422]
 RETRIED = [429, 500, 503]
@@ -105,7 +104,7 @@ def test_a_refusal_that_is_answered_as_a_fault(
             monkeypatch.setattr(handler, "_check_model", fail)
             answer = await server.post(MESSAGES, body(MESSAGES, stream=stream))
             assert answer.status == (400 if SAYS_SO and error is ValueError else 500)
-            final = error is ValueError and Version(vllm.__version__) >= Version("0.21")
+            final = error is ValueError and since("0.21")
             assert server.core.told == [REMOTE] * final
 
     run(test())

@@ -10,13 +10,12 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-import vllm
-from packaging.version import Version
 
+from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
 *_, GENERATE = ENDPOINTS
-FIELD = Version(vllm.__version__) >= Version("0.29")
+FIELD = since("0.29")
 """Whether the handler looks at the request's field; stock ignores it up to 0.28.0."""
 BAD = {**REMOTE, "remote_port": "x"}
 

@@ -12,15 +12,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import vllm
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from packaging.version import Version
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.support.release import since
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 push_scheduler = pytest.importorskip(
@@ -36,7 +35,7 @@ pull_scheduler = pytest.importorskip(
     reason="from 0.24.0 on",
 )
 
-NEEDS_NO_BLOCKS = Version(vllm.__version__) >= Version("0.26")
+NEEDS_NO_BLOCKS = since("0.26")
 """Whether a request that was aborted before it is scheduled, and names no blocks of P's, as none
 has to where P pushes, leaves D's engine alive: docs/push.md."""
 

@@ -14,11 +14,10 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-import vllm
-from packaging.version import Version
 
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata
 from tests.support.nixl_worker import lives, make_worker, nixl_of, raising, stamp
+from tests.support.release import since
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
     forgets_whom_it_loses,
 )
@@ -31,7 +30,7 @@ CONNECTS_FOR_WORDS = hasattr(push.NixlPushConnectorWorker, "_add_notif_only_remo
 
 Up to 0.25.1 P is to D as one that it reads from, and its ranks go by a number."""
 RANK: Any = (0, 0) if CONNECTS_FOR_WORDS else 0
-PAIRS_HITS = Version(vllm.__version__) >= Version("0.28")
+PAIRS_HITS = since("0.28")
 """Whether P pairs blocks rightly after a prefix hit on D: docs/push.md."""
 REFUSES = pytest.mark.skipif(
     not PAIRS_HITS, reason="up to 0.27.1 D refuses nobody, as on stock: docs/push.md"
