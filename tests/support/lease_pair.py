@@ -51,6 +51,19 @@ class Server(IdleEngine):
         """NIXL's part of the scheduler."""
         return scheduler_part(self)
 
+    def offer(self, req_id: str) -> dict[str, Any]:
+        """What a request was answered with, for a peer that has shaken hands with it as "P".
+
+        Raises:
+            HarnessError: it was not answered.
+        """
+        if req_id not in self.answers:
+            raise HarnessError(f"no answer to {req_id}", "one, as its prompt is computed")
+        answer = self.answers[req_id] | {"remote_engine_id": "P"}
+        # From 0.33.0 on it would do so again for another generation.
+        answer.pop("remote_registration_generation", None)
+        return answer
+
 
 class PrefillServer(Server):
     """P, listening for peers."""
@@ -84,12 +97,7 @@ class PrefillServer(Server):
         self.send(req_id, prompt, {"do_remote_decode": True}, max_tokens=1)
         for _ in range(4):  # also tells the worker of the lease
             self.step()
-        if req_id not in self.answers:
-            raise HarnessError(f"no answer to {req_id}", "one, as P has computed the prompt")
-        answer = self.answers[req_id] | {"remote_engine_id": "P"}
-        # D has shaken hands before; from 0.33.0 on it would do so again for another generation.
-        answer.pop("remote_registration_generation", None)
-        return answer
+        return self.offer(req_id)
 
     def hears_of(self, d: Server) -> None:
         """Let its worker hear what a decode server has sent, and take a step."""

@@ -319,7 +319,7 @@ def test_a_second_turn_does_not_use_what_the_decode_server_has_given_away(
         connect(decode.worker, "P")
         begin(decode, p.prefill("at-p", PROMPT), "turn-1")
         assert used(end(decode, 1.0), "turn-1")
-        offer = decode.answers["turn-1"] | {"remote_engine_id": "P"}
+        offer = decode.offer("turn-1")
         assert offer["do_remote_decode"]
         if late:
             decode.outlive_leases()
