@@ -223,9 +223,9 @@ def tells_the_others(read: _ReadForRequest) -> _ReadForRequest:
     @functools.wraps(read)
     def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-        agents = self._remote_agents.get(meta.remote.engine_id)
         awaited = vars(self).get("_recving_metadata", ())  # not in workers of vLLM's own tests
-        if agents is None or req_id not in awaited:
+        agents = self._remote_agents.get(meta.remote.engine_id) if req_id in awaited else None
+        if agents is None:
             read(self, req_id, meta)
             return
         plan = self.tp_mappings[meta.remote.engine_id]

@@ -33,9 +33,10 @@ def note_page(
 
 def whole_block_len(worker: NixlBaseConnectorWorker, region: int, parts: int = 1) -> int:
     """Return the bytes of each block of a region that are read, in so many equal parts."""
-    kept, stride = worker.block_len_per_layer[region], worker.block_stride_per_layer[region]
+    kept = worker.block_len_per_layer[region]
     if worker._TRANSFER_MODE != "pull" or not _pages(worker):
         return kept // parts
+    stride = worker.block_stride_per_layer[region]
     address = worker.kv_caches_base_addr[worker.engine_id][worker.tp_rank][region]
     alike = (length for length, other in _pages(worker).get(address, ()) if other == stride)
     return max(kept, *alike, 0) // parts
