@@ -60,7 +60,7 @@ def test_a_worker_is_told_of_what_is_kept_and_of_nothing_else(
 
 def test_one_that_is_aborted_in_the_queue_is_forgotten() -> None:
     engine = two_way(IdleEngine())
-    # From 0.33.0 on both bound what runs.
+    # From 0.32.0 on both bound what runs.
     vars(engine.scheduler).update(max_num_running_reqs=1, max_num_active_reqs=1)
     engine.send("long", PROMPT, None, max_tokens=50)
     engine.step()
