@@ -62,6 +62,15 @@ def _fail(worker: NixlPullConnectorWorker, req_id: ReqId, error: Exception) -> N
     worker._handle_failed_transfer(req_id, None, worker._recv_failures)
 
 
+def _agents_of(worker: NixlPullConnectorWorker, engine_id: str) -> dict[_Rank, str] | None:
+    """Return the agents of P by its ranks; None where it has not shaken hands.
+
+    Not by index, which would make it look as if it had. Workers of vLLM's own tests know no peer.
+    """
+    known: dict[str, dict[_Rank, str]] = vars(worker).get("_remote_agents", {})
+    return known.get(engine_id)
+
+
 # ---------------------------------------------------------------- 40364
 
 
@@ -97,7 +106,7 @@ def fails_between_reads(read: _ReadForRequest) -> _ReadForRequest:
     @functools.wraps(read)
     def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
-        if meta.remote.engine_id not in self._remote_agents:
+        if _agents_of(self, meta.remote.engine_id) is None:
             read(self, req_id, meta)
             return
         try:
@@ -187,9 +196,8 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
             return
         # A client may have made up an id that is no text; P does not know it anyhow.
         word = f"{reads.remote.request_id}:{reads.readers}".encode(errors="replace")
-        # Not by index: that would make the engine look connected.
-        agents = self._remote_agents.get(reads.remote.engine_id, {}).items()
-        unread = [agent for rank, agent in agents if rank not in reads.told - reads.unread]
+        agents = _agents_of(self, reads.remote.engine_id) or {}
+        unread = [agent for rank, agent in agents.items() if rank not in reads.told - reads.unread]
         told = [tell(self, agent, word, req_id) for agent in unread]
         if any(told):
             count(Acted.UNREAD_TOLD)
@@ -223,9 +231,9 @@ def tells_the_others(read: _ReadForRequest) -> _ReadForRequest:
     @functools.wraps(read)
     def wrapper(self: NixlPullConnectorWorker, req_id: str, meta: ReqMeta) -> None:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
+        agents = _agents_of(self, meta.remote.engine_id)
         awaited = vars(self).get("_recving_metadata", ())  # not in workers of vLLM's own tests
-        agents = self._remote_agents.get(meta.remote.engine_id) if req_id in awaited else None
-        if agents is None:
+        if agents is None or req_id not in awaited:
             read(self, req_id, meta)
             return
         plan = self.tp_mappings[meta.remote.engine_id]
