@@ -17,7 +17,8 @@ pytest.importorskip(
 )
 
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiKVConnectorMetadata
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlConnectorMetadata
+
+from tests.support.nixl_release import NixlConnectorMetadata
 
 HOUR = 3600.0
 

@@ -43,6 +43,13 @@ def heard(worker: Any) -> dict[str, int]:  # noqa: ANN401
     return {agent: len([word for word in words if word]) for agent, words in every.items()}
 
 
+def counted() -> dict[str, int]:
+    """What fixes did, but for meeting such a peer anew, up to 0.31.0 (test_pull_renewal.py)."""
+    counts = taken()
+    counts.pop("PEER_MET_ANEW", None)
+    return counts
+
+
 ONCE = {agent_name("P", 0): 1, agent_name("P", 1): 1}
 
 
@@ -67,7 +74,7 @@ def test_a_rank_whose_read_failed_is_told_and_the_other_heard_from_nixl(
     assert worker.get_block_ids_with_load_errors() == {1, 2}
     assert heard(worker) == ONCE
     assert set(nixl.heard[agent_name("P", bad)]) == {b"req-p:1"}
-    assert taken() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
+    assert counted() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
 
 
 def test_when_all_is_well_nobody_is_told_twice() -> None:
@@ -90,7 +97,7 @@ def test_a_peer_that_cannot_be_told_costs_a_count() -> None:
     assert ends == {"req-d"}
     stats = worker.get_kv_connector_stats()
     assert sum(stats.data["num_failed_notifications"]) == 2
-    assert taken() == {"RECEIVE_FAILED": 1}
+    assert counted() == {"RECEIVE_FAILED": 1}
 
 
 def test_what_p_said_makes_no_sense_here() -> None:

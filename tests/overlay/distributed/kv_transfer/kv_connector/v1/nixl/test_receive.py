@@ -19,6 +19,7 @@ import pytest
 from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
+from tests.support.nixl_release import NixlConnectorWorker
 from tests.support.nixl_worker import (
     agent_name,
     await_handshakes,
@@ -37,8 +38,6 @@ from tests.support.receive_machine import BrokenClaimError, explore
 pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive", reason="up to 0.29.0"
 )
-
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from tests.support.nixl_release import NixlConnectorWorker
 from tests.support.nixl_worker import (
     agent_name,
     connect,
@@ -18,12 +22,9 @@ pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.worker", reason="up to 0.20.2"
 )
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import RemoteMeta
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
-
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.worker import notify_skipped_ranks
 
-REMOTE = RemoteMeta(block_ids=([5, 6],), host="h", port=1, engine_id="P", request_id="req:p")
+REMOTE: Any = SimpleNamespace(engine_id="P", request_id="req:p")
 
 
 def decoder(tp_size: int = 1, rank: int = 0) -> NixlConnectorWorker:
