@@ -49,6 +49,7 @@ from tests.support import nixl_worker
 from tests.support.hybrid_engine import WHOLE
 from tests.support.nixl_release import NixlConnectorScheduler, connector_module
 from tests.support.nixl_worker import GroupKind, make_worker
+from tests.support.offering import introduce
 
 try:
     from vllm.entrypoints.generate.base.serving import GenerateBaseServing as Serving
@@ -207,7 +208,7 @@ class Engine:
             self.scheduler = self._scheduler()
             with clock.at(Place(name)), mock.patch.object(threading, "Thread", self._listen):
                 said = {r.place.rank: r.connector.get_handshake_metadata() for r in self.ranks}
-                self._introduce(said)
+                introduce(self.scheduler.connector, said)
         self._aggregator = KVOutputAggregator(shape.ranks)
         self.core = self._core()
         self.client = _Client(self)
@@ -279,15 +280,6 @@ class Engine:
     def _listen(self, **kwargs: Any) -> Listener:  # noqa: ANN401
         self.listener = Listener(**kwargs)
         return self.listener
-
-    def _introduce(self, said: dict[int, Any]) -> None:
-        """Give the scheduler's side what the ranks say about themselves."""
-        connector: Any = self.scheduler.connector
-        if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
-            staged = {(0, rank): one for rank, one in said.items()}
-            connector.set_xfer_handshake_metadata_pp_aware(staged)
-        else:
-            connector.set_xfer_handshake_metadata(said)
 
     def answer(self, question: list[bytes]) -> list[bytes]:
         """What the side channel answers a peer that asks; raises `zmq.Again` if nothing."""

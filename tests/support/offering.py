@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from tests.support.decode_engine import DecodeEngine
@@ -34,12 +35,16 @@ def answer_handshakes(engine: DecodeEngine, payload: object = None) -> None:
 
     `payload` is said instead, if there is one: the release's `NixlHandshakePayload`.
     """
-    connector: Any = engine.scheduler.connector
-    payload = payload or engine.worker.xfer_handshake_metadata
+    introduce(engine.scheduler.connector, {0: payload or engine.worker.xfer_handshake_metadata})
+
+
+def introduce(connector: Any, said: Mapping[int, object]) -> None:  # noqa: ANN401 - the scheduler's
+    """Let a scheduler's connector answer handshakes with what each tensor rank says of itself."""
     if hasattr(connector, "set_xfer_handshake_metadata_pp_aware"):  # from 0.26.0 on
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): payload})
+        staged = {(0, rank): payload for rank, payload in said.items()}
+        connector.set_xfer_handshake_metadata_pp_aware(staged)
     else:
-        connector.set_xfer_handshake_metadata({0: payload})
+        connector.set_xfer_handshake_metadata(said)
 
 
 def keep_answers(engine: DecodeEngine) -> dict[str, dict[str, Any]]:
