@@ -68,7 +68,7 @@ def test_a_child_leaves_what_it_does_not_know(connector: MultiConnector) -> None
     assert request.kv_transfer_params == params
 
 
-def report(connector: Any, pending: int) -> None:
+def report(connector: Any, pending: int) -> None:  # noqa: ANN401 - NIXL's
     connector.update_connector_output(
         KVConnectorOutput(kv_connector_worker_meta=WorkerReport(pending))
     )
