@@ -230,6 +230,8 @@ def test_whoever_pairs_is_taken_as_on_stock(
     workers: Callable[..., Any], p: dict[str, Any], d: dict[str, Any]
 ) -> None:
     """What is wrong with a prefix hit is right without one."""
+    if not CONNECTS_FOR_WORDS and p.get("kernel", KERNEL) > d.get("kernel", KERNEL):
+        pytest.skip("up to 0.25.1 D connects as for reading, for which vLLM's own assert is")
     decode = workers("D", **d)
     hear_of(decode, workers("P", **p))
     ask(decode, [1])
