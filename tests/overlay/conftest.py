@@ -1,12 +1,18 @@
-"""What every test of the overlay begins with: nothing counted in this process."""
+"""What every test of the overlay begins with: nothing counted, and nothing logged of late."""
 
 from __future__ import annotations
 
+import itertools
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from vllm_overlay.distributed.kv_transfer import fix_counts
+from vllm_overlay.logging_utils import bounded_log
+
+_tests = itertools.count(1)
 
 
 @pytest.fixture(autouse=True)
@@ -15,3 +21,11 @@ def _nothing_counted() -> Iterator[None]:
     fix_counts._begin()
     yield
     fix_counts._begin()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Lines are bounded by the minute, and how many tests a minute has, no test knows.
+    later = next(_tests) * bounded_log.PERIOD
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + later)
+    monkeypatch.setattr(bounded_log, "time", clock)
