@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.request import Request, RequestStatus
 
 from tests.support.decode_engine import DecodeEngine, Step
 from tests.support.nixl_worker import GroupKind, connect, nixl_of
+from tests.support.release import since
 
 pytest.importorskip("vllm_overlay.v1.core.sched.invalid_blocks", reason="up to 0.29.0")
+
+ASKS_FOR_TOKENS = since("0.19.0")
 
 LAYOUTS: list[tuple[GroupKind, ...]] = [("full",), ("sliding",), ("full", "sliding")]
 
@@ -21,6 +26,13 @@ def lose(engine: DecodeEngine, prompt: range) -> list[Step]:
     steps = [engine.step()]
     nixl_of(engine.worker).fail(*nixl_of(engine.worker).in_flight())
     return [*steps, *(engine.step() for _ in range(5))]
+
+
+def update(engine: DecodeEngine, request: Request, lost: set[int], **options: bool) -> Any:  # noqa: ANN401
+    """Call the scheduler's own; from 0.19.0 on it is told how many tokens are computed now."""
+    tokens: Any = ({},) if ASKS_FOR_TOKENS else ()
+    own = engine.scheduler._update_requests_with_invalid_blocks
+    return own([request], lost, *tokens, **options)
 
 
 def first_computed(steps: list[Step]) -> dict[str, tuple[int, int]]:
@@ -63,10 +75,9 @@ def test_the_report_of_another_rank_changes_nothing_more(groups: tuple[GroupKind
     engine.step()
     request = engine.scheduler.requests["a"]
     lost = engine.blocks_of("a")
-    update = engine.scheduler._update_requests_with_invalid_blocks
-    assert update([request], lost, {}, evict_blocks=False)[:2] == ({"a"}, 40)
+    assert update(engine, request, lost, evict_blocks=False)[:2] == ({"a"}, 40)
     assert request.num_computed_tokens == 0
-    assert update([request], lost, {}, evict_blocks=False)[:2] == (set(), 0)
+    assert update(engine, request, lost, evict_blocks=False)[:2] == (set(), 0)
 
 
 def test_a_window_is_not_kept_without_what_was_before_it() -> None:
@@ -82,10 +93,9 @@ def test_loading_while_running_into_several_groups_stays_unsupported() -> None:
     engine.step()
     [request] = engine.scheduler.running
     assert request.status == RequestStatus.RUNNING
-    update = engine.scheduler._update_requests_with_invalid_blocks
-    assert update([request], {63}, {}) == (set(), 0, set())
+    assert update(engine, request, {63}) == (set(), 0, set())
     with pytest.raises(ValueError, match="unpack"):
-        update([request], engine.blocks_of("a"), {})
+        update(engine, request, engine.blocks_of("a"))
 
 
 def test_the_null_block_which_all_requests_share_is_no_loss_to_anybody() -> None:
@@ -96,6 +106,5 @@ def test_the_null_block_which_all_requests_share_is_no_loss_to_anybody() -> None
     request = engine.scheduler.requests["a"]
     null = engine.scheduler.kv_cache_manager.block_pool.null_block.block_id
     assert null in engine.scheduler.kv_cache_manager.get_block_ids("a")[1]  # before the window
-    update = engine.scheduler._update_requests_with_invalid_blocks
-    assert update([request], {null}, {}, evict_blocks=False) == (set(), 0, set())
+    assert update(engine, request, {null}, evict_blocks=False) == (set(), 0, set())
     assert request.num_computed_tokens == 80
