@@ -16,6 +16,7 @@ from vllm.v1.engine import EngineCoreRequest
 
 from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, REMOTE, Server, body, serving
+from tests.support.takers import TAKERS
 from vllm_overlay.entrypoints import rejection
 from vllm_overlay.v1.engine.admission import current_exchange
 
@@ -171,7 +172,7 @@ def use(server: Server, client: Any) -> None:  # noqa: ANN401 - an engine client
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("first", ["served", "refused"])
-@pytest.mark.parametrize("endpoint", ENDPOINTS)
+@pytest.mark.parametrize("endpoint", TAKERS)
 def test_an_engine_client_that_sends_from_a_task_of_its_own(
     endpoint: str, first: str, stream: bool
 ) -> None:
