@@ -425,7 +425,7 @@ def _mooncake_worker(mooncake: Any) -> Any:  # noqa: ANN401
         transfer_topo=topology, kv_topo=topology, hostname="127.0.0.1", rpc_port=1,
         tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, kv_caches_base_addr=[], block_len_per_layer=[],
         kv_block_len_per_layer=[], registered_layer_names=[], registered_layer_indices=[],
-        registered_group_indices=[], region_shared_groups=[],
+        registered_group_indices=[], region_shared_groups=[], region_row_offsets=[],
         async_zmq_ctx=None, _encoder=msgspec.msgpack.Encoder(),
         _xfer_resp_decoder=msgspec.msgpack.Decoder(mooncake.MooncakeXferResponse),
         _pending_bootstrap_queries={}, _kv_layout_id="", _acked_layout_peers=set(),
