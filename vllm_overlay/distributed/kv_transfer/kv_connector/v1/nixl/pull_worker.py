@@ -62,7 +62,7 @@ def _fail(worker: NixlPullConnectorWorker, req_id: ReqId, error: Exception) -> N
     worker._handle_failed_transfer(req_id, None, worker._recv_failures)
 
 
-def _agents_of(worker: NixlPullConnectorWorker, engine_id: str) -> dict[_Rank, str] | None:
+def _agents_of(worker: NixlBaseConnectorWorker, engine_id: str) -> dict[_Rank, str] | None:
     """Return the agents of P by its ranks; None where it has not shaken hands.
 
     Not by index, which would make it look as if it had. Workers of vLLM's own tests know no peer.
