@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
-from weakref import WeakKeyDictionary
+from weakref import ref
 
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm.v1.request import RequestStatus
@@ -34,8 +34,11 @@ Affected: TypeAlias = tuple[set[str], int, set[int]]
 Update: TypeAlias = Callable[..., Affected]
 Select: TypeAlias = "Callable[[Scheduler], RequestQueue | None]"
 
-_set_back: WeakKeyDictionary[Request, int] = WeakKeyDictionary()
-"""Requests that start again, and how often each had been preempted by then."""
+_set_back: dict[ref[Request], int] = {}
+"""Requests that start again, and how often each had been preempted by then.
+
+A plain dict, since each step asks for every waiting request whether it is empty.
+"""
 
 
 def for_any_groups(update: Update) -> Update:
@@ -78,7 +81,7 @@ def _start_again(requests: Iterable[Request]) -> Affected:
     tokens = sum(request.num_computed_tokens for request in affected)
     for request in affected:
         request.num_computed_tokens = 0
-        _set_back[request] = request.num_preemptions
+        _set_back[ref(request, _set_back.pop)] = request.num_preemptions
     return {request.request_id for request in affected}, tokens, set()
 
 
@@ -92,7 +95,7 @@ def received_first(select: Select) -> Select:
     @wraps(select)
     def select_received(self: Scheduler) -> RequestQueue | None:
         queue = select(self)
-        if queue is None or not _set_back or not _starts_again(self, queue.peek_request()):
+        if not _set_back or queue is None or not _starts_again(self, queue.peek_request()):
             return queue
         if queue is self.skipped_waiting:
             _let_wait(self)
@@ -104,7 +107,7 @@ def received_first(select: Select) -> Select:
 
 def _starts_again(scheduler: Scheduler, request: Request) -> bool:
     """Whether a request was set back, nothing writes to its blocks, and it has not run since."""
-    if request.num_computed_tokens or _set_back.get(request) != request.num_preemptions:
+    if request.num_computed_tokens or _set_back.get(ref(request)) != request.num_preemptions:
         return False
     receives = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
     return not receives or request.request_id in scheduler.finished_recving_kv_req_ids

@@ -7,6 +7,7 @@ answers the failed one from what it did not receive, they are answered too.
 
 from __future__ import annotations
 
+import gc
 import inspect
 import itertools
 
@@ -18,7 +19,9 @@ from vllm.v1.request import Request, RequestStatus
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
 
-pytest.importorskip("vllm_overlay.v1.core.sched.invalid_blocks", reason="up to 0.29.0")
+invalid_blocks = pytest.importorskip(
+    "vllm_overlay.v1.core.sched.invalid_blocks", reason="up to 0.29.0"
+)
 
 LOST = 128
 """Tokens: 8 blocks in each of two groups until it is computed; received, a window's are 2."""
@@ -274,3 +277,13 @@ def test_one_that_is_larger_than_the_cache_waits_as_on_stock(policy: SchedulingP
     full.steps()
     assert list(full.finished) == ["later"]
     assert full.all_is_over()
+
+
+def test_nothing_is_kept_of_who_has_ended(policy: SchedulingPolicy) -> None:
+    full = where_one_failed(policy)
+    full.end("one", "two")
+    full.steps()
+    assert full.all_is_over()
+    del full
+    gc.collect()
+    assert not invalid_blocks._set_back
