@@ -22,6 +22,8 @@ GENERATE = "/inference/v1/generate"
 LONG = "x" * (CONTEXT + 1)
 Changes = dict[str, Any]
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
 SAMPLING: dict[str, Changes] = {
     "max_tokens": {"max_tokens": CONTEXT + 1},
     "temperature": {"temperature": -1.0},
@@ -52,6 +54,7 @@ REJECTIONS: dict[str, dict[str, Changes]] = {
         **TEXT,
         "prompt": {"messages": [{"role": "user", "content": LONG}]},
         "messages": {"messages": "no list"},
+        "tool_choice": {"tools": [TOOL], "tool_choice": "auto"},  # without a parser
         "top_logprobs": {"logprobs": True, "top_logprobs": 999},
     },
     GENERATE: {
