@@ -4,6 +4,11 @@ NIXL's Python binding sets the pause of its progress thread to nothing, so each 
 core busy for good; two servers on two cores then wait for each other. A pause of a millisecond
 brings an idle agent to a hundredth of a core.
 
+On CPUs the connector moves its worker's main thread to the last core of each NUMA node, so that all
+servers of a machine wait for each other on one core, whatever VLLM_CPU_OMP_THREADS_BIND says. They
+poll with sched_yield, and Linux 6.18 was seen to let one of two such threads wait for minutes. The
+connector is told of no core, so that each worker stays on its own.
+
 Where vLLM's CPU platform has no attention over a latent KV cache, `kvfix_latent` has; where it has
 one that does not run, `kvfix_cpu_mla` mends it. And where its attention keeps K and V in one block
 while the connector looks for two regions, the connector is told of one. Nothing else of NIXL or
@@ -35,6 +40,7 @@ def register() -> None:
         _bindings.nixlAgent = _paused(make)
     choose = _with_latent(CpuPlatform.get_attn_backend_cls)
     CpuPlatform.get_attn_backend_cls = staticmethod(choose)
+    CpuPlatform.discover_numa_topology = staticmethod(list)
     if Version("0.23") <= Version(version("vllm-cpu")) < Version("0.26"):
         _keep_blocks_whole()
 
