@@ -57,6 +57,8 @@ class Group:
     def __init__(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         """Start `words` with `environment` over this process's own; `log` is made anew."""
         log.parent.mkdir(parents=True, exist_ok=True)
+        # No session of its own: Linux 6.18 schedules each session as a group (autogroup), and was
+        # seen to give all of a core to one group, and nothing to the others there, for minutes.
         with log.open("wb") as file:
             self._leader = subprocess.Popen(
                 ["/bin/sh", "-c", self._LEADER, "sh", *words],
@@ -65,7 +67,7 @@ class Group:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,  # noqa: PLW1509 - `process_group` comes with Python 3.11
             )
 
     @property

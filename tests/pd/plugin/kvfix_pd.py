@@ -4,11 +4,6 @@ NIXL's Python binding sets the pause of its progress thread to nothing, so each 
 core busy for good; two servers on two cores then wait for each other. A pause of a millisecond
 brings an idle agent to a hundredth of a core.
 
-vLLM's processes poll each other with sched_yield, and Linux 6.18 was seen to give all of a core to
-one that does and nothing, for minutes, to another beside it. They sleep for a moment instead. And on
-CPUs the connector moves its worker's main thread to the last core of each NUMA node, whatever
-VLLM_CPU_OMP_THREADS_BIND says; it is told of no core, so that each worker stays on its own.
-
 Where vLLM's CPU platform has no attention over a latent KV cache, `kvfix_latent` has; where it has
 one that does not run, `kvfix_cpu_mla` mends it. And where its attention keeps K and V in one block
 while the connector looks for two regions, the connector is told of one. Nothing else of NIXL or
@@ -17,10 +12,7 @@ vLLM is touched.
 
 from __future__ import annotations
 
-import os
-import time
 from collections.abc import Callable
-from functools import partial
 from importlib.metadata import version
 
 from packaging.version import Version
@@ -34,7 +26,6 @@ except ModuleNotFoundError:
     from nixl_cu12 import _bindings
 
 _PAUSE_US = 1000
-_POLL_S = 0.0001
 
 
 def register() -> None:
@@ -44,8 +35,6 @@ def register() -> None:
         _bindings.nixlAgent = _paused(make)
     choose = _with_latent(CpuPlatform.get_attn_backend_cls)
     CpuPlatform.get_attn_backend_cls = staticmethod(choose)
-    CpuPlatform.discover_numa_topology = staticmethod(list)
-    os.sched_yield = partial(time.sleep, _POLL_S)
     if Version("0.23") <= Version(version("vllm-cpu")) < Version("0.26"):
         _keep_blocks_whole()
 
