@@ -67,7 +67,7 @@ class Group:
                 stdin=subprocess.PIPE,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                preexec_fn=os.setpgrp,  # noqa: PLW1509 - `process_group` comes with Python 3.11
+                preexec_fn=os.setpgrp,  # `process_group` comes with 3.11
             )
 
     @property
