@@ -100,7 +100,7 @@ class Fleet:
         worker: the decode worker, with its own `_nixl_handshake`.
         ports: engine id -> where it listens, as requests say.
         now: the time in seconds; servers that are `silent` put it forward where the fleet is
-            `hurried`, instead of being waited for.
+            `hurried`, instead of being waited for: from the first `until` on, which counts it.
     """
 
     def __init__(self, *, hurried: bool = False, **config: Any) -> None:  # noqa: ANN401
@@ -113,6 +113,7 @@ class Fleet:
 
     def __enter__(self) -> Fleet:
         if self._clock:
+            self._clock.runs.clear()
             hurries = self._clock.hurries(lambda path: path.rpartition(":")[2] in self._silent)
             self._stack.enter_context(hurries)
         self._stack.enter_context(
@@ -121,6 +122,8 @@ class Fleet:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._clock:
+            self._clock.runs.set()
         self._stack.close()
         # What still waits in line would keep the process from ending.
         self.worker._handshake_initiation_executor.shutdown(wait=False, cancel_futures=True)
@@ -159,6 +162,8 @@ class Fleet:
     def until(self, done: Callable[[], object], seconds: float = SOON) -> bool:
         """Step until it is done, for so long at most."""
         end = self.now() + seconds
+        if self._clock:
+            self._clock.runs.set()
         while not done() and self.now() < end:
             time.sleep(0.005)
             step(self.worker)
