@@ -132,7 +132,7 @@ def test_a_request_without_blocks_that_is_aborted_in_the_queue() -> None:
         assert_aborted_in_the_queue(name)
 
 
-# An id that cannot be encoded comes to no harm here once K03 is in, nor a generation of another type
+# An id that cannot be encoded comes to no harm here once K03 is in, a generation of another type
 # with K01 or K09. For a huge one stock shakes hands with whoever is named, and tells nobody.
 HARMLESS = (
     "remote_request_id that is half a character",
