@@ -149,6 +149,15 @@ class TestProof:
         ]
         assert cell["command"] == "nox -s status -- --prove 0.20.2"
 
+    def test_is_none_where_a_test_passes_on_stock_that_is_not_spared(
+        self, checkout: Checkout
+    ) -> None:
+        record(checkout, "0.20.2", "stock", FAILED, PASSED)
+        record(checkout, "0.20.2", "patched", PASSED, PASSED)
+        cell = status(checkout)["0.20.2"]
+        assert (cell["state"], cell["proven"]) == ("patched", False)
+        assert "does not spare" in cell["why"][-1]
+
     def test_that_no_release_before_has_it(self, checkout: Checkout) -> None:
         record(checkout, "0.19.1", "stock", PASSED)
         assert states(checkout)[0] == "not affected"
