@@ -29,10 +29,15 @@ def tokens_of(answer: dict[str, Any]) -> list[list[int]]:
     return [choice["token_ids"] for choice in answer["choices"]]
 
 
-def prefill(server: Server, prompt: object) -> Params:
-    """Have P compute `prompt`, and return what D needs to fetch it."""
+def to_rank(rank: int | None) -> dict[str, str]:
+    """Return the header by which a router chooses a data-parallel rank."""
+    return {} if rank is None else {"X-data-parallel-rank": str(rank)}
+
+
+def prefill(server: Server, prompt: object, rank: int | None = None) -> Params:
+    """Have P, or a data-parallel rank of it, compute `prompt`; return what D needs to fetch it."""
     asked = body(prompt, 1, kv_transfer_params=REMOTE_DECODE)
-    answer = server.post("/v1/completions", asked).raise_for_status().json()
+    answer = server.post("/v1/completions", asked, headers=to_rank(rank)).raise_for_status().json()
     params: Params = answer["kv_transfer_params"]
     if params.get("do_remote_prefill") is not True:
         raise HarnessError(f"P offers {params}", "what D needs to fetch the prompt")

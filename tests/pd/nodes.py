@@ -1,7 +1,7 @@
-"""An engine over two nodes, of which each has clocks of its own, on one machine.
+"""A server over two nodes, of which each has clocks of its own, on one machine.
 
-The second node is what `vllm serve --headless` starts there: tensor rank 1 and nothing that
-answers. It runs in a time namespace (Linux 5.6), so that its monotonic clock counts from another
+The second node is what `vllm serve --headless` starts there: tensor rank 1 of the engine, or
+data-parallel rank 1 of the server, and nothing that answers. It runs in a time namespace (Linux 5.6), so that its monotonic clock counts from another
 origin, as that of another machine does. Where the user is not root this takes a user namespace.
 """
 
@@ -33,7 +33,7 @@ if __name__ == "__main__":
 
 
 def start_two_nodes(start: Start) -> tuple[Server, Server]:
-    """Start P as an engine of two tensor ranks on two nodes; does not wait for it.
+    """Start P as one engine of two tensor ranks on two nodes; does not wait for it.
 
     Returns:
         The server of the first node, and the process of the second.
@@ -44,10 +44,31 @@ def start_two_nodes(start: Start) -> tuple[Server, Server]:
         "--master-addr", "127.0.0.1", "--master-port", str(port),
     ]  # fmt: skip
     first = start("P-node0", arguments=[*words, "--node-rank", "0"])
-    second = start(
+    return first, _headless(start, [*words, "--node-rank", "1"])
+
+
+def start_two_ranks(start: Start, **options: object) -> Server:
+    """Start P with a data-parallel rank on each of two nodes; does not wait for it.
+
+    Args:
+        start: As the fixture has it.
+        options: More of `Server`, for both nodes.
+    """
+    [port] = free_ports(1)
+    words = [
+        "--data-parallel-size", "2", "--data-parallel-size-local", "1",
+        "--data-parallel-address", "127.0.0.1", "--data-parallel-rpc-port", str(port),
+    ]  # fmt: skip
+    first = start("P-node0", arguments=words, **options)
+    _headless(start, [*words, "--data-parallel-start-rank", "1"], **options)
+    return first
+
+
+def _headless(start: Start, words: list[str], **options: object) -> Server:
+    return start(
         "P-node1",
-        arguments=[*words, "--node-rank", "1", "--api-server-count", "0"],
+        arguments=[*words, "--api-server-count", "0"],
         core=1,
         command=[*_OTHER_CLOCK, sys.executable, "-c", _HEADLESS],
+        **options,
     )
-    return first, second

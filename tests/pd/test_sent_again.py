@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from tests.pd.client import Params, body, prefill, tokens_of
+from tests.pd.client import Params, body, prefill, to_rank, tokens_of
 from tests.pd.deployment import TOKENS, Deployment, Plain, Start, ask, served
 from tests.pd.model import CONTEXT
 from tests.pd.server import Server
@@ -100,8 +100,3 @@ def test_whoever_of_d_gets_it_then(
             assert answer.status_code == 200, answer.text
             assert tokens_of(answer.json()) == [plain[good["prompt"]]]
     assert d.healthy
-
-
-def to_rank(rank: int | None) -> dict[str, str]:
-    """Return the header by which a router chooses a data-parallel rank of D."""
-    return {} if rank is None else {"X-data-parallel-rank": str(rank)}
