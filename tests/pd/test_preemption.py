@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 from tests.pd.client import body, prefill, tokens_of
-from tests.pd.deployment import PROMPT_BLOCKS, Deployment, Note, Start
+from tests.pd.deployment import PROMPT_BLOCKS, Deployment, Note, Plain, Start, served
 from tests.support.harness import HarnessError
 
 AT_ONCE = 8
+OWN = 4
+"""Clients of P that have their answers from it."""
+HANDED_OUT = 50
 LONG = 200
 """Tokens of an answer, for which a request takes twice the blocks of its prompt and more."""
 
@@ -35,3 +39,37 @@ def test_a_d_that_preempts_what_it_has_received(
         computed = pd.p.post("/v1/completions", body(prompt, LONG)).json()
         assert tokens_of(answer.json()) == tokens_of(computed)
     assert pd.released() is not None
+
+
+def test_a_p_that_preempts_what_it_is_to_hand_out(
+    pd: Deployment, start: Start, plain: Plain, prompts: Iterator[str], note: Note
+) -> None:
+    """P serves clients of its own beside D, whose answers take its blocks one by one.
+
+    Not 50297, which takes asynchronous scheduling: vLLM has none on CPUs.
+    """
+    words = ("--max-model-len", "320", "--num-gpu-blocks-override", str(9 * PROMPT_BLOCKS))
+    p = start("P-small", transfer={}, arguments=(*words, "--no-enable-prefix-caching"))
+    p.wait_ready()
+    over = threading.Event()
+
+    def converse(prompt: str) -> None:
+        while not over.is_set():
+            p.post("/v1/completions", body(prompt, LONG)).raise_for_status()
+
+    wrong = []
+    with ThreadPoolExecutor(OWN) as pool:
+        own = [pool.submit(converse, next(prompts)) for _ in range(OWN)]
+        try:
+            for prompt in islice(prompts, HANDED_OUT):
+                answer = served(pd.d, prompt, prefill(p, prompt))
+                wrong += [answer] if answer != [plain[prompt]] else []
+        finally:
+            over.set()
+        for one in own:
+            one.result()
+    preempted = p.metric("num_preemptions_total")
+    note(preempted=preempted, wrong=len(wrong))
+    if not preempted:
+        raise HarnessError("P has preempted nothing", "a cache that is too small")
+    assert not wrong, wrong[0]
