@@ -1,8 +1,9 @@
 """A server over two nodes, of which each has clocks of its own, on one machine.
 
 The second node is what `vllm serve --headless` starts there: tensor rank 1 of the engine, or
-data-parallel rank 1 of the server, and nothing that answers. It runs in a time namespace (Linux 5.6), so that its monotonic clock counts from another
-origin, as that of another machine does. Where the user is not root this takes a user namespace.
+data-parallel rank 1 of the server, and nothing that answers. It runs in a time namespace (Linux
+5.6), so that its monotonic clock counts from another origin, as that of another machine does. Where
+the user is not root this takes a user namespace.
 """
 
 from __future__ import annotations
