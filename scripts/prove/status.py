@@ -190,11 +190,11 @@ def _proven(
         used.append(patched.inputs)
         state = State.UNPROVEN if still is not False else State.PATCHED
         current = current and still is False and _is_current(patched, fix, release, "patched")
+    if not current and state is not State.UNPROVEN and has is not None:
+        parts.append("Tests or patches have changed since, or not all sides were run.")
     if state is State.PATCHED and judge(fix, release, stock.outcomes) is Stock.MIXED:
         current = False
         parts.append("Tests pass on the stock release that patches/fixes.toml does not spare.")
-    elif not current and state is not State.UNPROVEN and has is not None:
-        parts.append("Tests or patches have changed since, or not all sides were run.")
     command = f"nox -s status -- --prove {release}"
     return Cell(state, current, tuple(parts), command, True, "+".join(used))
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.pd.client import Params, body, leave, prefill, tokens_of
+from tests.pd.client import Params, body, leave, prefill, to_rank, tokens_of
 from tests.pd.deployment import PROMPT_BLOCKS, TOKENS, Deployment, Note, Plain
 from tests.pd.model import CONTEXT
 
@@ -120,7 +120,7 @@ def test_a_rank_that_does_not_exist_frees_the_blocks_of_p(
 ) -> None:
     prompt = next(prompts)
     asked = asked_at(COMPLETIONS, prompt, prefill(pd.p, prompt), {})
-    answer = pd.d.post(COMPLETIONS, asked, headers={"X-data-parallel-rank": "7"})
+    answer = pd.d.post(COMPLETIONS, asked, headers=to_rank(7))
     assert is_refused(answer.status_code, answer.text)
     released = pd.released()
     note(released_s=released)

@@ -29,7 +29,7 @@ def with_too_many_tokens(d: Server, prompt: str, params: Params) -> httpx.Respon
 def for_a_rank_that_does_not_exist(d: Server, prompt: str, params: Params) -> httpx.Response:
     """Ask for a data-parallel rank that D does not have."""
     asked = body(prompt, 4, kv_transfer_params=params)
-    return d.post("/v1/completions", asked, headers={"X-data-parallel-rank": "7"})
+    return d.post("/v1/completions", asked, headers=to_rank(7))
 
 
 @pytest.fixture
