@@ -35,7 +35,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import
 pytestmark = pytest.mark.timeout(900)
 
 REQUEST = "r"
-PATIENCE = 1
 
 
 class Rules(NamedTuple):
@@ -58,6 +57,8 @@ class Rules(NamedTuple):
             more, if and when it likes to: all that matters to others, and fewer states.
         drift: by how much D's clock may fall behind P's; less than the margin.
         lease, promise, margin: seconds; the last two in the place of the modules' own.
+        patience, again: for how many seconds questions may find no answer, and after how many one
+            is asked again.
         end: when time stops.
     """
 
@@ -76,6 +77,8 @@ class Rules(NamedTuple):
     lease: int = 3
     promise: int = 3
     margin: int = 2
+    patience: int = 1
+    again: int = 2
     end: int = 5
 
 
@@ -222,7 +225,9 @@ class Search:
         self.states = 0
         with (
             mock.patch.object(lease_book, "PROMISE", rules.promise),
-            mock.patch.multiple(read_check, MARGIN=rules.margin, PATIENCE=PATIENCE),
+            mock.patch.multiple(
+                read_check, MARGIN=rules.margin, AGAIN=rules.again, PATIENCE=rules.patience
+            ),
         ):
             self._search(begin)
 
@@ -346,7 +351,8 @@ class Search:
     def _judge(self, state: State, number: int, reader: Reader) -> Iterator[tuple[str, State]]:
         now = self._now(state, number)
         verdict = self._checks.do(reader.check, "verdict", now)[1]
-        if self._checks.do(reader.check, "verdict", now + PATIENCE)[1] is Verdict.WAIT:
+        later = now + self.rules.patience
+        if self._checks.do(reader.check, "verdict", later)[1] is Verdict.WAIT:
             self._found(state, f"reader {number} waits for ever")
         if verdict is Verdict.USE:
             if reader.spoilt:
@@ -355,10 +361,11 @@ class Search:
         elif verdict is Verdict.REFUSE:
             yield f"reader {number} refuses it", _over(state, number, Phase.REFUSED)
         elif verdict is Verdict.ASK:
-            if reader.questions == 2:
+            # One with the read and one after it, and each again.
+            if reader.questions == 2 + 2 * (self.rules.patience // self.rules.again):
                 self._found(state, f"reader {number} asks for ever")
             check = self._checks.do(reader.check, "asks", now)[0]
-            asking = reader._replace(check=check, questions=2)
+            asking = reader._replace(check=check, questions=reader.questions + 1)
             yield (
                 f"reader {number} asks again",
                 self._ask(_with(state, number, asking), number, now),
@@ -479,6 +486,7 @@ UNFOLLOWED = TWO._replace(follow=False)
         pytest.param(ONE, id="a reader"),
         pytest.param(ONE._replace(others=1), id="and one that does not ask"),
         pytest.param(ONE._replace(ranks=2), id="two ranks"),
+        pytest.param(ONE._replace(patience=2, again=1), id="one that asks again"),
         pytest.param(TWO, id="two readers"),
         pytest.param(
             UNFOLLOWED._replace(restarts=True, anew=1), id="two readers, one starts again, and P"

@@ -6,17 +6,22 @@ empty otherwise and which nobody looks at. So a P without this patch, where one 
 place of one that has it, answers a question with its metadata, and that is no answer.
 
 D's scheduler asks and goes on. ZeroMQ's own threads talk to P, and what P said is there for a later
-step.
+step. A connection can die without a word while nothing is said (a firewall forgets it, P's machine
+is lost), so ZeroMQ looks once a second whether P is still there, and connects anew if not. What was
+on the way is lost then: `read_check` has it asked again.
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from ipaddress import ip_address
+from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from typing import Any, NamedTuple, TypeVar, cast
 
 import msgspec
@@ -29,14 +34,33 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import
     LeaseBook,
     Standing,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import PATIENCE
 
 logger = init_logger(f"vllm.{__name__}")
 
-MAX_PEERS = 64
-"""Peers to which a connection is kept open; the one that was asked longest ago is closed."""
+MAX_PEERS = 128
+"""Peers to which a connection is kept open; the one that was asked longest ago is closed, and what
+it was asked is asked again if need be."""
 
 MAX_REPLIES = 1000
 """Of one peer, that are taken at once; ZeroMQ holds as many, and then lets the peer wait."""
+
+MAX_NAMES = 2**10
+"""Hosts of which the address is kept, and questions that wait for one."""
+
+MAX_LOOKUPS = 16
+"""Names that are looked up at once, each by a thread. A name server that does not answer takes some
+10 s of one."""
+
+FRESH = 2.0
+"""Seconds for which an address is taken for the host's own; then it is looked up again, beside."""
+
+_ALIVE = {zmq.HEARTBEAT_IVL: 1.0, zmq.HEARTBEAT_TIMEOUT: 2.0, zmq.CONNECT_TIMEOUT: 2.0}
+"""Seconds between looks whether a peer is there, until it is given up, and to connect to it."""
+
+PAUSE = 1.0
+"""Seconds after which vLLM's listener looks whether it has to end, if no handshake comes: its own
+timeout."""
 
 MARK = b"kvfix lease 1"
 """With what a question and an answer begin, in the frame that is empty in a handshake."""
@@ -102,12 +126,16 @@ def answers_questions(
 
 
 class _Listening:
-    """A socket whose `recv_multipart` returns what is no question."""
+    """A socket whose `recv_multipart` returns what is no question.
+
+    Questions are nothing to the listener: while they come it has its pauses all the same.
+    """
 
     def __init__(self, socket: zmq.Socket[bytes]) -> None:
         self._socket = socket
 
     def recv_multipart(self) -> list[bytes]:
+        until = now() + PAUSE
         while True:
             frames = self._socket.recv_multipart()
             if len(frames) != 3 or not frames[1].startswith(MARK):
@@ -115,6 +143,8 @@ class _Listening:
             reply = answer(frames[1])
             if reply is not None:
                 self._socket.send_multipart((frames[0], reply))
+            if now() > until:
+                raise zmq.Again
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever a socket has
         return getattr(self._socket, name)
@@ -139,18 +169,29 @@ class LeaseQuestions:
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._sockets: OrderedDict[Peer, zmq.Socket[bytes]] = OrderedDict()
+        self._sockets: OrderedDict[tuple[str, int], zmq.Socket[bytes]] = OrderedDict()
         self._poller = zmq.Poller()
+        self._names = _Names()
+        self._nameless: deque[tuple[Peer, Question]] = deque(maxlen=MAX_NAMES)
 
     def ask(self, peer: Peer, question: Question) -> None:
-        """Send a question; there may never be a reply."""
+        """Send a question, as soon as the peer's address is known; there may never be a reply."""
+        address = self._names.find(peer.host)
+        if address is None:
+            self._nameless.append((peer, question))
+            return
         try:
-            self._connected(peer).send_multipart(question_frames(peer, question), zmq.NOBLOCK)
+            connected = self._connected(address, peer.port)
+            connected.send_multipart(question_frames(peer, question), zmq.NOBLOCK)
         except zmq.ZMQError as error:  # no such host, or it takes nothing more
             logger.debug("Cannot ask %s about a lease: %s", peer, error)
 
     def replies(self) -> Iterator[Reply]:
         """Yield the replies that have come since the last call."""
+        for _ in range(len(self._nameless)):
+            peer, question = self._nameless.popleft()
+            if now() - question.asked < PATIENCE:
+                self.ask(peer, question)
         for socket, _ in self._poller.poll(0):
             with contextlib.suppress(zmq.Again):
                 for _ in range(MAX_REPLIES):
@@ -158,13 +199,15 @@ class LeaseQuestions:
                     if reply is not None:
                         yield reply
 
-    def _connected(self, peer: Peer) -> zmq.Socket[bytes]:
+    def _connected(self, address: str, port: int) -> zmq.Socket[bytes]:
+        peer = address, port
         if peer in self._sockets:
             self._sockets.move_to_end(peer)
             return self._sockets[peer]
         socket = self._make_socket()
         try:
-            socket.connect(make_zmq_path("tcp", peer.host, peer.port))
+            socket.setsockopt(zmq.IPV6, int(":" in address))
+            socket.connect(make_zmq_path("tcp", address, port))
         except zmq.ZMQError:
             socket.close()
             raise
@@ -177,20 +220,73 @@ class LeaseQuestions:
         return socket
 
     def _make_socket(self) -> zmq.Socket[bytes]:
-        if self._context is None:  # of its own: finding a host by name may take ZeroMQ long
+        if self._context is None:  # of its own: it ends with this object
             self._context = zmq.Context()
             weakref.finalize(self, _close, self._context, self._sockets).atexit = False
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.IPV6, 1)
+        for option, seconds in _ALIVE.items():
+            socket.setsockopt(option, int(1000 * seconds))
         return socket
 
 
-def _close(context: zmq.Context[Any], sockets: Mapping[Peer, zmq.Socket[bytes]]) -> None:
+def _close(context: zmq.Context[Any], sockets: Mapping[Any, zmq.Socket[bytes]]) -> None:
     """End ZeroMQ's threads, which they do not before all sockets are closed."""
     for socket in sockets.values():
         socket.close()
     context.term()
+
+
+class _Address(NamedTuple):
+    """What a lookup said, None where it found nothing, and when."""
+
+    address: str | None
+    found: float
+
+
+class _Names:
+    """The addresses of hosts, looked up by threads of its own.
+
+    ZeroMQ would look up a name in the thread that talks to all peers, and one that hangs would
+    keep D from hearing of any.
+    """
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[str, _Address] = OrderedDict()
+        self._under_way: set[str] = set()
+
+    def find(self, host: str) -> str | None:
+        """Return a host's address; None while it is not known, for whoever asks again."""
+        if is_address(host):
+            return host
+        known = self._known.get(host)
+        is_fresh = known is not None and now() - known.found < FRESH
+        if not is_fresh and host not in self._under_way and len(self._under_way) < MAX_LOOKUPS:
+            self._under_way.add(host)
+            threading.Thread(target=self._look_up, args=(host,), daemon=True).start()
+        return None if known is None else known.address
+
+    def _look_up(self, host: str) -> None:
+        before = self._known.get(host)
+        address = None if before is None else before.address
+        try:  # the first IPv4 address: a handshake goes there
+            address = str(getaddrinfo(host, None, AF_INET, SOCK_STREAM)[0][4][0])
+        except (OSError, ValueError) as error:  # no such name, or none at all
+            logger.debug("Cannot find %s to ask it about a lease: %s", host, error)
+        finally:
+            self._known[host] = _Address(address, now())
+            if len(self._known) > MAX_NAMES:
+                self._known.popitem(last=False)
+            self._under_way.discard(host)
+
+
+def is_address(host: str) -> bool:
+    """Whether a host is given as an address."""
+    try:
+        ip_address(host)
+    except ValueError:
+        return False
+    return True
 
 
 def question_frames(peer: Peer, question: Question) -> tuple[bytes, bytes]:

@@ -17,8 +17,12 @@ MARGIN = 1.0
 """Seconds by which a read has to end before its lease. The clocks of two machines run apart by less
 than 500 parts in a million (what NTP allows), that is 0.24 s in the longest lease (480 s)."""
 
+AGAIN = 1.0
+"""Seconds after which a question is asked again: it went to a P that is no more, or was lost with a
+connection."""
+
 PATIENCE = 5.0
-"""Seconds after which a question that has found no answer will find none."""
+"""Seconds in which questions have to find an answer."""
 
 
 class Verdict(Enum):
@@ -39,7 +43,8 @@ class ReadCheck:
 
     def __init__(self, asked: float) -> None:
         """Begin with the first question, which is asked now."""
-        self._asked: float | None = asked
+        self._asked: float | None = asked  # the last question, which is not answered
+        self._silent_since = asked
         self._good_until = float("-inf")
         self._gone = False
         self._confirmed = False
@@ -52,6 +57,8 @@ class ReadCheck:
 
     def asks(self, now: float) -> None:
         """Note that a question is on its way."""
+        if self._asked is None:
+            self._silent_since = now
         self._asked = now
 
     def hears(self, asked: float, answer: Answer) -> None:
@@ -74,6 +81,8 @@ class ReadCheck:
             return Verdict.USE
         if self._gone:
             return Verdict.REFUSE
-        if self._asked is None:
-            return Verdict.ASK if now > self._ended else Verdict.WAIT
-        return Verdict.WAIT if now - max(self._asked, self._ended) < PATIENCE else Verdict.REFUSE
+        unanswered = self._asked is not None
+        if unanswered and now - max(self._silent_since, self._ended) >= PATIENCE:
+            return Verdict.REFUSE
+        due = self._asked is None or now - self._asked >= AGAIN
+        return Verdict.ASK if due and now > self._ended else Verdict.WAIT

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -53,9 +56,75 @@ def p() -> Iterator[Listening]:
     context.destroy(linger=0)
 
 
-def replies(questions: LeaseQuestions, p: Listening, count: int = 1) -> list[Reply]:
+class Firewall:
+    """Passes on what comes for `port`, and forgets its connections without a word."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._open: list[tuple[socket.socket, socket.socket, threading.Event]] = []
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def forget(self) -> None:
+        for _, _, forgotten in self._open:
+            forgotten.set()
+
+    def close(self) -> None:
+        for one in (self._listener, *(end for pair in self._open for end in pair[:2])):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+            one.close()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                ends = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._to))
+                forgotten = threading.Event()
+                self._open.append((*ends, forgotten))
+                for one, other in (ends, ends[::-1]):
+                    threading.Thread(
+                        target=self._pass, args=(one, other, forgotten), daemon=True
+                    ).start()
+
+    def _pass(self, one: socket.socket, other: socket.socket, forgotten: threading.Event) -> None:
+        with contextlib.suppress(OSError):
+            while data := one.recv(2**16):
+                if not forgotten.is_set():
+                    other.sendall(data)
+
+
+class Names:
+    """A name server: `hangs` is what it never answers, `addresses` all that it knows."""
+
+    def __init__(self, **addresses: str) -> None:
+        self.addresses = addresses
+        self.asked: list[str] = []
+        self.end = threading.Event()
+
+    def __call__(self, host: str, _: None, family: int, kind: int) -> list[tuple[Any, ...]]:
+        assert (family, kind) == (socket.AF_INET, socket.SOCK_STREAM)
+        self.asked.append(host)
+        if host.startswith("hangs"):
+            self.end.wait(30)
+        if host not in self.addresses:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(family, kind, 6, "", (self.addresses[host], 0))]
+
+
+@pytest.fixture
+def names(monkeypatch: pytest.MonkeyPatch) -> Iterator[Names]:
+    server = Names(p="127.0.0.1")
+    monkeypatch.setattr(lease_questions, "getaddrinfo", server)
+    yield server
+    server.end.set()
+
+
+def replies(
+    questions: LeaseQuestions, p: Listening, count: int = 1, seconds: float = 5
+) -> list[Reply]:
     found: list[Reply] = []
-    end = time.monotonic() + 5
+    end = time.monotonic() + seconds
     while len(found) < count and time.monotonic() < end:
         p.handed_on(0.02)
         found += questions.replies()
@@ -131,6 +200,96 @@ def test_what_is_no_question_is_not_answered(p: Listening, said: bytes) -> None:
     assert frames is not None
     assert frames[-1] == b"handshake"
     assert not answered
+
+
+def test_a_connection_that_has_died_unseen_is_made_anew(p: Listening) -> None:
+    questions, firewall = LeaseQuestions(), Firewall(p.peer.port)
+    peer = p.peer._replace(port=firewall.port)
+    try:
+        questions.ask(peer, Question("t", "d", AGENTS, 1.0))
+        assert [reply.asked for reply in replies(questions, p)] == [1.0]
+        firewall.forget()
+        asked = 1.0
+        for _ in range(8):  # as a read does that finds no answer
+            asked += 1.0
+            questions.ask(peer, Question("t", "d", AGENTS, asked))
+            with contextlib.suppress(HarnessError):
+                assert replies(questions, p, seconds=1.0)
+                break
+        assert 2.0 < asked < 6.0
+    finally:
+        firewall.close()
+
+
+def test_a_name_that_is_not_found_out_keeps_nobody_waiting(p: Listening, names: Names) -> None:
+    questions = LeaseQuestions()
+    for host in ("hangs", "hangs", "hangs too", "unknown", "p"):
+        asked = lease_questions.now()
+        questions.ask(p.peer._replace(host=host), Question("t", host, AGENTS, asked))
+    assert [reply.reader for reply in replies(questions, p)] == ["p"]
+    questions.ask(p.peer, Question("t", "next", AGENTS, 1.0))
+    assert [reply.reader for reply in replies(questions, p)] == ["next"]
+    assert names.asked.count("hangs") == names.asked.count("unknown") == 1
+
+
+def test_a_name_goes_where_it_goes_now(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names.addresses["p"] = "127.0.0.9"
+    questions = LeaseQuestions()
+    peer = p.peer._replace(host="p")
+    questions.ask(peer, Question("t", "old", AGENTS, lease_questions.now()))
+    with pytest.raises(HarnessError):
+        replies(questions, p, seconds=0.3)
+    names.addresses["p"] = "127.0.0.1"
+    monkeypatch.setattr(lease_questions, "FRESH", 0.1)
+    questions.ask(peer, Question("t", "old", AGENTS, lease_questions.now()))
+    with pytest.raises(HarnessError):
+        replies(questions, p, seconds=0.3)
+    questions.ask(peer, Question("t", "new", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, p)] == ["new"]
+
+
+def test_no_more_names_are_looked_up_at_once_than_that(p: Listening, names: Names) -> None:
+    questions = LeaseQuestions()
+    for number in range(3 * lease_questions.MAX_LOOKUPS):
+        host = f"hangs {number}"
+        questions.ask(p.peer._replace(host=host), Question("t", host, AGENTS, 1.0))
+    assert len(names.asked) <= lease_questions.MAX_LOOKUPS
+    assert not list(questions.replies())
+
+
+def test_a_listener_has_its_pauses_while_it_is_asked(
+    p: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a pause vLLM's looks whether it has to end, and what ends the engine waits for that."""
+    monkeypatch.setattr(lease_questions, "PAUSE", 0.2)
+    questions, end = LeaseQuestions(), threading.Event()
+
+    def ask() -> None:
+        while not end.wait(0.02):
+            questions.ask(p.peer, Question("t", "d", AGENTS, 1.0))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    try:
+        began = time.monotonic()
+        assert p.handed_on(10.0) is None
+        assert time.monotonic() - began < 5.0
+    finally:
+        end.set()
+        asking.join()
+
+
+def test_what_a_closed_connection_was_asked_can_be_asked_again(
+    p: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_questions, "MAX_PEERS", 1)
+    questions = LeaseQuestions()
+    questions.ask(p.peer, Question("t", "d", AGENTS, 1.0))
+    questions.ask(p.peer._replace(port=1), Question("t", "e", AGENTS, 1.0))
+    questions.ask(p.peer, Question("t", "d", AGENTS, 2.0))
+    assert 2.0 in {reply.asked for reply in replies(questions, p)}
 
 
 def test_no_more_peers_are_kept_than_that(p: Listening, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import (
+    AGAIN,
     MARGIN,
     PATIENCE,
     ReadCheck,
@@ -65,11 +66,38 @@ def test_what_is_gone_stays_gone() -> None:
     assert check.verdict(2.0) is Verdict.REFUSE
 
 
-def test_a_silent_p_is_waited_for_so_long_and_no_longer() -> None:
+def test_a_silent_p_is_asked_again_for_so_long_and_no_longer() -> None:
     check = ReadCheck(0.0)
     check.ends(3.0)
-    assert check.verdict(3.0 + PATIENCE - 0.1) is Verdict.WAIT
+    asked = 0
+    for tenth in range(round(10 * PATIENCE)):
+        time = 3.0 + tenth / 10
+        verdict = check.verdict(time)
+        if verdict is Verdict.ASK:
+            check.asks(time)
+            asked += 1
+        else:
+            assert verdict is Verdict.WAIT
+    assert asked == round(PATIENCE / AGAIN)
     assert check.verdict(3.0 + PATIENCE) is Verdict.REFUSE
+
+
+def test_what_is_asked_after_an_answer_has_the_same_time_to_find_one() -> None:
+    check = ReadCheck(0.0)
+    check.ends(3.0)
+    check.hears(0.0, held())
+    check.asks(3.0 + PATIENCE)
+    assert check.verdict(3.0 + 2 * PATIENCE - 0.1) is Verdict.ASK
+    assert check.verdict(3.0 + 2 * PATIENCE) is Verdict.REFUSE
+
+
+def test_an_answer_to_any_of_the_questions_counts() -> None:
+    check = ReadCheck(0.0)
+    check.ends(1.0)
+    check.asks(1.0 + AGAIN)
+    check.asks(1.0 + 2 * AGAIN)
+    check.hears(1.0 + AGAIN, held())
+    assert check.verdict(1.1 + 2 * AGAIN) is Verdict.USE
 
 
 def test_the_first_report_of_the_end_counts() -> None:
