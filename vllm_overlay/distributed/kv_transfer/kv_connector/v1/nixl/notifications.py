@@ -7,9 +7,10 @@ waits 5 s for each rank that does not answer. Every client can send requests tha
 and leave; the reads of all others would wait in line behind them. So the handshake for a
 notification is made in two parts::
 
-    waiting ──► asked ──► registered ──► told
-       │          │           │
-       └──────────┴───────────┴──► dropped: a count and a line in the log; P's own timeout frees
+    waiting ──► asked ──► heard ──► registered ──► told
+       │          │         │           │
+       └──────────┴─────────┴───────────┴──► dropped: a count and a line in the log;
+                                             P's own timeout frees
 
 =============  =========================  =====================================================
 state          thread                     what happens
@@ -17,12 +18,14 @@ state          thread                     what happens
 waiting        main                       nothing; at most `MAX_PEERS` peers, each once
 asked          one of our own             the network part of vLLM's `_nixl_handshake`; what it
                                           would give to NIXL is noted, not done
+heard          main                       vLLM's way to shake hands begins: it may part with peers
+                                          that have been idle
 registered     vLLM's handshake thread    NIXL gets what was noted, as in any handshake of vLLM's
 told           main                       vLLM goes on as after any handshake
 =============  =========================  =====================================================
 
-Whichever thread changes it, what waits is changed under vLLM's `_handshake_lock`. NIXL is entered
-by the threads that vLLM lets enter it, and the registration is in `_handshake_futures` like every
+What waits is changed under vLLM's `_handshake_lock`, and on the main thread. NIXL is entered by the
+threads that vLLM lets enter it, and the registration is in `_handshake_futures` like every
 handshake, so a read that comes for the same peer shares it and nothing is registered twice. A read
 never waits for the network part: it makes its own, and whichever is first serves both.
 """
@@ -121,7 +124,7 @@ class Notifications:
         self._worker = worker
         self._shake_hands = shake_hands  # vLLM's way: the worker, a receive's id, engine and meta
         self._peers: dict[tuple[str, str], _Peer] = {}
-        self._asked: tuple[tuple[str, str], Future[None]] | None = None
+        self._asked: tuple[tuple[str, str], Future[_Heard]] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvfix-nixl-notifier")
         self._here = threading.local()
         self._heard: dict[str, _Heard] = {}
@@ -156,9 +159,8 @@ class Notifications:
             if self._asked is not None and self._asked[1].done():
                 key, asked = self._asked
                 self._asked = None
-                error = asked.exception()
-                if error is not None and key in self._peers:
-                    self._drop(self._peers.pop(key).receives, repr(error))
+                if key in self._peers:
+                    self._take(key[0], asked, self._peers.pop(key).receives)
             self._ask_next()
 
     def pending(self) -> int:
@@ -198,9 +200,24 @@ class Notifications:
                 reason,
             )
 
+    def _take(self, engine_id: str, asked: Future[_Heard], receives: Sequence[_Waiting]) -> None:
+        try:
+            self._register(engine_id, asked.result(), receives)
+        except Exception as error:  # a notification is worth no engine
+            self._heard.pop(engine_id, None)
+            self._drop(receives, repr(error))
+
+    def _register(self, engine_id: str, heard: _Heard, receives: Sequence[_Waiting]) -> None:
+        if engine_id not in self._worker._handshake_futures:
+            self._heard[engine_id] = heard  # for the handshake that begins now
+        for req_id, meta in receives:
+            self._shake_hands(self._worker, req_id, engine_id, meta)
+        # One thread shakes all hands, and runs the callbacks that queue what may go on.
+        self._settled = self._worker._handshake_initiation_executor.submit(_nothing)
+
     # The notifier's thread.
 
-    def _ask(self, key: tuple[str, str], meta: ReqMeta) -> None:
+    def _ask(self, key: tuple[str, str], meta: ReqMeta) -> _Heard:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         heard = self._here.heard = _Heard()
         try:
@@ -209,20 +226,7 @@ class Notifications:
             )
         finally:
             self._here.heard = None
-        with self._worker._handshake_lock:
-            if key in self._peers:
-                self._answered(key[0], heard, self._peers.pop(key).receives)
-
-    def _answered(self, engine_id: str, heard: _Heard, receives: Sequence[_Waiting]) -> None:
-        if engine_id in self._worker._remote_agents:
-            self._go_on(receives)
-            return
-        if engine_id not in self._worker._handshake_futures:
-            self._heard[engine_id] = heard  # for the handshake that begins now
-        for req_id, meta in receives:
-            self._shake_hands(self._worker, req_id, engine_id, meta)
-        # One thread shakes all hands, and runs the callbacks that queue what may go on.
-        self._settled = self._worker._handshake_initiation_executor.submit(_nothing)
+        return heard
 
     # Any thread.
 

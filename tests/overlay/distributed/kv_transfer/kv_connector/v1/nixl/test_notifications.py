@@ -66,6 +66,53 @@ def test_nixl_is_entered_by_the_threads_of_vllm_only(fleet: Fleet) -> None:
     assert main == threading.current_thread().name
 
 
+def test_a_handshake_begins_on_the_main_thread(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There alone vLLM parts with idle engines (from 0.24.0 on): it enters NIXL, without a lock."""
+    begun: list[str] = []
+    executor, nixl = fleet.worker._handshake_initiation_executor, nixl_of(fleet.worker)
+    submit = executor.submit
+
+    def noting(*args: Any) -> Any:  # noqa: ANN401 - a future
+        begun.append(threading.current_thread().name)
+        return submit(*args)
+
+    monkeypatch.setattr(executor, "submit", noting)
+    for call in ("release_dlist_handle", "remove_remote_agent"):
+        nixl.on[call] = lambda *_: begun.append(threading.current_thread().name)
+    fleet.serve("old")
+    fleet.read("old")
+    assert fleet.until(fleet.reads)
+    for read in nixl.in_flight():
+        read.state = "DONE"
+    parts = hasattr(fleet.worker, "_engine_ttl")
+    if parts:
+        assert fleet.until(lambda: not fleet.worker._recving_transfers)
+        fleet.worker._engine_last_active["old"] -= 2 * fleet.worker._engine_ttl
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    assert fleet.until(fleet.heard)
+    assert set(begun) == {threading.current_thread().name}
+    assert ("old" in fleet.worker._remote_agents) != parts
+
+
+def test_a_handshake_that_cannot_begin_is_a_failed_notification(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    monkeypatch.setattr(fleet.worker._handshake_initiation_executor, "submit", refuse)
+    assert fleet.until(lambda: not pending_notifications(fleet.worker))
+    assert failed(fleet) == 1
+    monkeypatch.undo()
+    fleet.read()
+    assert fleet.until(fleet.reads)
+
+
 def test_a_peer_is_registered_once_whoever_comes_first(fleet: Fleet) -> None:
     fleet.serve("P")
     fleet.leave("left", "P")
