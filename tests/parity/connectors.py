@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import msgspec
@@ -220,6 +220,28 @@ def refused_over_another_connector(variant: str) -> Observed:
         "ends": core.run(),
         "calls": json.loads(json.dumps(recording.CALLS)),
     }
+
+
+@scenario("MooncakeConnector", "MoRIIOConnector", "OffloadingConnector")
+def failed_over_another_connector(connector: str) -> Observed:
+    """What the core is sent for a request that it could not be sent, and for one that left."""
+    _known(connector)
+
+    async def visits() -> Any:  # noqa: ANN401
+        async with serving(connector=connector) as server:
+
+            async def fail(request: EngineCoreRequest) -> None:
+                if not getattr(request, "abort_immediately", False):
+                    raise RuntimeError("no room")
+
+            server.core.on_add = fail
+            request = good_body(COMPLETIONS, copy.deepcopy(PARAMS["Mooncake's"]))
+            answer = await server.post(COMPLETIONS, request)
+            await asyncio.sleep(0.05)
+            told = [one.sampling_params.extra_args for one in server.core.requests]
+            return {"status": answer.status, "told": told}
+
+    return cast("Observed", asyncio.run(visits()))
 
 
 # ---------------------------------------------------------------- transfers that are awaited

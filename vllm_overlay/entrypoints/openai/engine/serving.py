@@ -15,6 +15,7 @@ from vllm_overlay.entrypoints.rejection import notify, remote_prefill
 from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -50,6 +51,9 @@ class KVTransferRejection:
     ) -> T:
         """Await a handler; free the prefill server's blocks if it refuses its request for good.
 
+        Somebody else's connector is told of all that does not get to the engine, as by upstream
+        (from 0.21.0 on): blocks may wait for what is sent again, but that is NIXL's way.
+
         Where a route watches over the whole request (`KVTransferRoute`) that decides, later and
         with better knowledge, and is told of the refusal: its endpoint may make a 500 of it. By
         itself this serves callers that use a handler without HTTP.
@@ -57,26 +61,27 @@ class KVTransferRejection:
         params = remote_prefill(request.kv_transfer_params)
         if params is None or not self.has_kv_connector:
             return await awaitable
-        status = 200
+        known = takes_stand_ins(self.engine_client.vllm_config.kv_transfer_config)
+
+        def tell() -> Awaitable[None]:
+            return notify(self.engine_client, request.request_id, params, raw_request)
+
+        status = 200 if known else 499  # of one that is cancelled
         watched = current_exchange()
         with open_exchange() if watched is None else nullcontext(watched) as exchange:
             try:
                 result = await awaitable
-                if isinstance(result, ErrorResponse):
-                    status = result.error.code
+                status = result.error.code if isinstance(result, ErrorResponse) else 200
             except Exception as error:
                 status = self.create_error_response(error).error.code
                 raise
             finally:
-                if is_final(status):
+                if not known and status != 200:
+                    await tell()
+                elif is_final(status):
                     exchange.refused = True
                     if watched is None:
-                        await exchange.end(
-                            params,
-                            lambda: notify(
-                                self.engine_client, request.request_id, params, raw_request
-                            ),
-                        )
+                        await exchange.end(params, tell)
         return result
 
 
