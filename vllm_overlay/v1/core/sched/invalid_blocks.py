@@ -2,9 +2,10 @@
 """Up to 0.29.0: what is kept of a request when some of its KV blocks could not be loaded.
 
 Where the cache is one group that keeps every token, it keeps the tokens before the first invalid
-block and computes the rest anew. With several groups there is no such point: they need not fail
-at the same token, and a window or a recurrent state from further back may be gone. There a
-request that was loading starts again with nothing.
+block and computes the rest anew. So it is with a window that has all of the prompt in it. With
+several groups there is no such point: they need not fail at the same token, and a window or a
+recurrent state from further back may be gone. There a request that was loading starts again with
+nothing.
 
 It may need more blocks than it had: a window holds all of the prompt until that is computed. So it
 waits as one that was preempted, and requests that hold what they received run before it. Behind it
@@ -19,7 +20,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
@@ -27,6 +28,7 @@ from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
 if TYPE_CHECKING:
     from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import KVCacheSpec
     from vllm.v1.request import Request
 
 # Affected requests, how many of their tokens are computed anew, and blocks to evict.
@@ -64,7 +66,12 @@ def for_any_groups(update: Update) -> Update:
             invalid_block_ids = invalid_block_ids - {null}
             requests = [r for r in requests if _holds(self, r, invalid_block_ids)]
             if not evict_blocks:
-                return _start_again(requests)
+                whole = [r for r in requests if len(specs) == 1 and _is_whole(self, r, specs[0])]
+                again, tokens, evict = _start_again(r for r in requests if r not in whole)
+                if not whole:
+                    return again, tokens, evict
+                kept = update(self, whole, invalid_block_ids, num_scheduled_tokens, evict_blocks)
+                return again | kept[0], tokens + kept[1], evict | kept[2]
         return update(self, requests, invalid_block_ids, num_scheduled_tokens, evict_blocks)
 
     return update_any
@@ -73,6 +80,13 @@ def for_any_groups(update: Update) -> Update:
 def _holds(scheduler: Scheduler, request: Request, block_ids: set[int]) -> bool:
     groups = scheduler.kv_cache_manager.get_block_ids(request.request_id)
     return not block_ids.isdisjoint(chain.from_iterable(groups))
+
+
+def _is_whole(scheduler: Scheduler, request: Request, spec: KVCacheSpec) -> bool:
+    """Whether a request's only group has every token of it, though it would forget some later."""
+    null = scheduler.kv_cache_manager.block_pool.null_block.block_id
+    (block_ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+    return isinstance(spec, SlidingWindowSpec) and null not in block_ids
 
 
 def _start_again(requests: Iterable[Request]) -> Affected:

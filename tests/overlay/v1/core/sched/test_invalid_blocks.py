@@ -87,6 +87,18 @@ def test_a_window_is_not_kept_without_what_was_before_it() -> None:
     assert first_computed(steps)["lost"] == (0, 80)
 
 
+def test_a_window_with_all_of_the_prompt_keeps_what_was_before() -> None:
+    """As on stock: another connector says which blocks it has not got, and is not asked again."""
+    engine = DecodeEngine(groups=("sliding",))
+    connect(engine.worker, "P")
+    engine.ask("a", range(32), [[1, 2]])
+    engine.step()
+    request = engine.scheduler.requests["a"]
+    [block_ids] = engine.scheduler.kv_cache_manager.get_block_ids("a")
+    assert update(engine, request, {block_ids[1]}, evict_blocks=False)[0] == {"a"}
+    assert request.num_computed_tokens == 16
+
+
 def test_loading_while_running_into_several_groups_stays_unsupported() -> None:
     engine = DecodeEngine(groups=("full", "sliding"))
     engine.ask("a", range(40), max_tokens=9)
