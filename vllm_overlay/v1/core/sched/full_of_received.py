@@ -73,7 +73,10 @@ def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:
     received, held = [], set()
     for request in waiting:
         blocks = set(chain.from_iterable(manager.get_block_ids(request.request_id))) - {null}
-        if blocks and _is_received(scheduler, request):
+        if not _is_received(scheduler, request):
+            if blocks and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+                return None  # a load is under way: the engine polls, and shall look at little
+        elif blocks:
             received.append(request)
             held |= blocks
     in_use = manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks()
