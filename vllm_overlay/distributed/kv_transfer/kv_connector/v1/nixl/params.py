@@ -32,6 +32,9 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OF_TRANSFER = frozenset({"tp_size", "dcp_size", "pp_size", "transfer_mode"})
 """What a prefill server hands out beside names that begin with do_remote_ and remote_."""
 
+_OF_OTHERS = frozenset({"remote_prefiller", "remote_decoder", "remote_kv_source"})
+"""Names of that kind which the offloading connector reads, for a tier on peers (from 0.27.0 on)."""
+
 _PULLING = ("NixlConnector", "NixlPullConnector")
 
 MAX_ID_LENGTH = 4096
@@ -68,6 +71,8 @@ def find_problem(params: object, *, groups: int | None = None) -> Problem | None
 
 def of_transfer(name: str) -> bool:
     """Whether a NIXL scheduler's `request_finished` names this field, on any release."""
+    if name in _OF_OTHERS:
+        return False
     return name.startswith(("do_remote_", "remote_")) or name in _OF_TRANSFER
 
 

@@ -326,6 +326,7 @@ def test_halves_of_a_character_in_two_texts_are_none() -> None:
         ("pp_size", True),
         ("transfer_mode", True),
         ("lmcache.remote_", False),
+        ("remote_kv_source", False),  # of the offloading connector's tier on peers
         ("size", False),
         ("", False),
     ],
