@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .bundle import Bundle, sha256
-from .installed import Installed, faults_of, find_installed, require_stock, require_writable
+from .installed import Installed, faults_of, find_installed, require_stock
 from .metadata import (
     SBOM_PATH,
     VERSION_MODULE,
@@ -43,7 +43,6 @@ def install(site: Path, bundle: Bundle) -> str:
         if installed.is_patched and not faults_of(installed, bundle):
             return f"nothing has changed: {_is(installed)}"
         require_stock(installed, bundle)
-        require_writable(installed, bundle)
         plan = _exchange(installed, bundle)
         exchange(plan)
     changed = len(bundle.stock) + 1

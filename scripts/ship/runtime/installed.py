@@ -6,6 +6,7 @@ import importlib.util
 import json
 import os
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -190,15 +191,18 @@ def digest_of(site: Path, path: str) -> str:
     return sha256(place.read_bytes())
 
 
-def require_writable(installed: Installed, bundle: Bundle) -> None:
-    """Make sure that the files may be exchanged; nothing is written.
+def require_writable(site: Path, dist_info: str, paths: Iterable[str]) -> None:
+    """Make sure that the files `paths`, and a metadata folder, may be exchanged or removed, with
+    what Python has compiled of them; nothing is written.
 
     Raises:
         RefusalError: A folder is read-only.
     """
-    folders = {installed.site, installed.site / installed.dist_info}
-    folders |= {(installed.site / path).parent for path in (*bundle.stock, VERSION_MODULE)}
-    closed = sorted(str(path) for path in folders if not os.access(path, os.W_OK | os.X_OK))
+    beside = {(site / path).parent for path in paths}
+    folders = {site, site / dist_info, *beside, *(folder / "__pycache__" for folder in beside)}
+    closed = sorted(
+        str(path) for path in folders if path.is_dir() and not os.access(path, os.W_OK | os.X_OK)
+    )
     if closed:
         raise RefusalError(
             STORAGE,

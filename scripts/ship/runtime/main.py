@@ -48,7 +48,7 @@ def main(archive: Path) -> int:
             print(take_out(site))
         else:
             print(install(site, bundle))
-            print("look whether it is whole: python -m vllm_overlay --check")
+            print("look whether it is whole: cd / && python -m vllm_overlay --check")
     except RefusalError as refusal:
         print(refusal, file=sys.stderr)
         return refusal.code

@@ -22,7 +22,7 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from .bundle import sha256
-from .installed import UNDO, WORK
+from .installed import UNDO, WORK, require_writable
 from .refusal import CHECK_FAILED, DIFFERS, STORAGE, RefusalError
 
 _MANIFEST = "manifest.json"
@@ -89,10 +89,11 @@ def exchange(plan: Exchange) -> None:
     """Put the new files in place, all or none.
 
     Raises:
-        RefusalError: A file is not what was written.
+        RefusalError: A folder is read-only, or a file is not what was written.
         OSError: The folder cannot be written or is full; what was there before is back.
     """
     site, work = plan.site, plan.site / WORK
+    require_writable(site, plan.stock, plan.files)
     shutil.rmtree(work, ignore_errors=True)
     try:
         moves = _stage(plan, work)
@@ -183,10 +184,12 @@ def undo(site: Path, kept: Path) -> None:
     """Put back what `kept`, the archive in the metadata folder, has.
 
     Raises:
-        RefusalError: Somebody has changed a file since; nothing is touched.
+        RefusalError: Somebody has changed a file since, or a folder is read-only; nothing is
+            touched.
         OSError: The folder cannot be written; then this can be run again.
     """
-    _require_unchanged(site, kept)
+    manifest = _require_unchanged(site, kept)
+    require_writable(site, manifest["patched"], manifest["new"])
     work = site / WORK
     shutil.rmtree(work, ignore_errors=True)
     _write(work / "undo.part", kept.read_bytes(), 0o644)

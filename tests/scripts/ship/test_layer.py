@@ -189,22 +189,27 @@ class TestInstaller:
         assert made.returncode == 0, made.stderr
         assert (out / INSTALLER).read_bytes() == (checkout.dist / INSTALLER).read_bytes()
 
-    @pytest.mark.parametrize("what", ["file", "folder"])
+    @pytest.mark.parametrize("words", [(), ("--undo",)], ids=["install", "undo"])
+    @pytest.mark.parametrize("closed", [".", "vllm", "vllm/__pycache__"])
     def test_of_a_folder_that_nobody_may_write_is_refused(
-        self, checkout: Checkout, site: Path, what: str
+        self, checkout: Checkout, site: Path, closed: str, words: tuple[str, ...]
     ) -> None:
-        closed = site if what == "folder" else site / "vllm"
-        closed.chmod(0o555)
+        installer = checkout.dist / INSTALLER
+        if words:
+            assert run(installer, "--target", site).returncode == 0
+        (site / "vllm/__pycache__").mkdir(exist_ok=True)
+        (site / "vllm/__pycache__/worker.cpython-312.pyc").write_bytes(b"compiled by root")
+        (site / closed).chmod(0o555)
         before = seen(site)
         prefix = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
         done = subprocess.run(
-            [*prefix, sys.executable, checkout.dist / INSTALLER, "--target", site],
+            [*prefix, sys.executable, installer, "--target", site, *words],
             capture_output=True,
             text=True,
         )
-        closed.chmod(0o755)
+        (site / closed).chmod(0o755)
         assert done.returncode == 20
-        assert f"error: cannot write {closed}" in done.stderr
+        assert f"error: cannot write {site / closed}\n" in done.stderr
         assert "next: " in done.stderr
         assert seen(site) == before
 
