@@ -89,8 +89,11 @@ def unexpected(release: str, row: dict[str, Cell], registry: Registry) -> Iterat
     """Yield where tests have run and show something else than the registry says."""
     for fix_id, cell in row.items():
         fix = registry.fixes[fix_id]
-        known = cell.state is State.OPEN and fix.unpatched_on(release)
-        if cell.runs and cell.state in (State.UNPROVEN, State.OPEN) and not known:
+        if fix.closed_by(release):
+            said = {State.PATCHED}
+        else:
+            said = {State.OPEN} if fix.affects(release) else {State.UPSTREAM, State.NOT_AFFECTED}
+        if cell.runs and not (cell.proven and cell.state in said):
             yield f"{release}: {fix_id}: {' '.join(cell.why)}"
 
 

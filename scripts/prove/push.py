@@ -89,6 +89,7 @@ def releases() -> list[str]:
 def observe(release: str) -> dict[str, Outcomes]:
     """Run the tests on both sides of `release`; outcomes by side and node id."""
     environment = Environment(release).make()
+    environment.install(environment.stock)
     folder = ROOT / ".nox" / f"push-{release}"
     try:
         shadow = environment.shadow(folder, load_series(release).patches)

@@ -12,6 +12,7 @@ from scripts.commands import push as command
 from scripts.prove import push
 from scripts.prove.outcomes import Outcome, Outcomes
 from scripts.prove.push import Shown, judge, record, recorded, shown, table, write_page
+from scripts.prove.pytest import Run
 from scripts.system.errors import CheckFailedError, UsageError
 
 PASSED = Outcome("passed")
@@ -143,6 +144,38 @@ def test_the_page_keeps_its_prose(tmp_path: Path) -> None:
 def test_the_page_shows_what_is_on_record() -> None:
     made = table(push.all_shown(), recorded(), push.releases())
     assert made in push.PAGE.read_text(encoding="utf-8")
+
+
+class Used:
+    """Stands in for an environment in which another command has left a patched wheel."""
+
+    stock = "the stock wheel"
+
+    def __init__(self, release: str) -> None:
+        self.release = release
+        self.installed = "a patched wheel"
+
+    def make(self) -> Used:
+        return self
+
+    def install(self, wheel: str) -> None:
+        self.installed = wheel
+
+    def shadow(self, folder: Path, _: object) -> Path:
+        assert self.installed == self.stock
+        return folder
+
+
+def test_stock_is_stock_whatever_was_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_together(
+        environment: Used, runs: dict[str, Run], **_: object
+    ) -> tuple[dict[str, Outcomes], None]:
+        assert environment.installed == environment.stock
+        return {side: {} for side, run in runs.items() if run.shadow or side == "stock"}, None
+
+    monkeypatch.setattr(push, "Environment", Used)
+    monkeypatch.setattr(push, "run_together", run_together)
+    assert push.observe("0.28.0").keys() == {"stock", "patched"}
 
 
 def test_the_command_fails_after_it_has_recorded(
