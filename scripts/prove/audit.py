@@ -74,6 +74,7 @@ def audit_wheel(path: Path, registry: Registry) -> Audit:
         if is_patched(wheel.version):
             sbom = read_sbom(wheel.read(f"{wheel.dist_info}/{SBOM_PATH}"))
             inside, release = tuple(fix.id for fix in sbom.fixes), sbom.release
+            _require_pinned(release, wheel)
         else:
             release, pinned = _release_of(wheel, sha256(path))
         found = [
@@ -86,18 +87,22 @@ def audit_wheel(path: Path, registry: Registry) -> Audit:
 
 def _release_of(wheel: WheelReader, digest: str) -> tuple[str, bool]:
     """Return the release that a wheel is a build of, and whether it is the pinned file."""
-    lock = load_lock()
-    for name, one in lock.items():
+    for name, one in load_lock().items():
         if digest in one.hashes().values():
             return name, True
     release = wheel.version.base_version
+    _require_pinned(release, wheel)
+    return release, False
+
+
+def _require_pinned(release: str, wheel: WheelReader) -> None:
+    lock = load_lock()
     if release not in lock:
         raise NotLockedError(
             f"{wheel.name} is a build of {release}, which is not pinned",
             expected=f"a build of one of {', '.join(lock)}",
             next_step=f"pin it, if the index has it: nox -s lock -- {release}",
         )
-    return release, False
 
 
 def _defects(release: str, registry: Registry) -> Iterator[Defect]:

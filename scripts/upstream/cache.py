@@ -9,7 +9,7 @@ from pathlib import Path
 def cache_folder() -> Path:
     """Return the folder of the cache: `KVFIX_CACHE`, else the platform's."""
     if named := os.environ.get("KVFIX_CACHE"):
-        return Path(named).expanduser()
+        return Path(named).expanduser().absolute()  # some commands run in another folder
     import platformdirs
 
     return platformdirs.user_cache_path("kvfix", appauthor=False)

@@ -9,6 +9,7 @@ import pytest
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
 from scripts.project import project
+from scripts.prove import audit
 from scripts.prove.audit import Has, audit_release, audit_wheel
 from scripts.system.errors import NotLockedError
 from scripts.upstream.tree import read_source
@@ -33,22 +34,22 @@ def own(folder: Path, version: str = f"{RELEASE}+ours", **changed: str) -> Path:
 
 
 def test_a_release_has_what_its_fixes_are_for(registry: Registry) -> None:
-    audit = audit_release(RELEASE, registry)
+    found = audit_release(RELEASE, registry)
     having = {fix.id for fix in registry.fixes.values() if fix.affects(RELEASE)}
-    assert {one.fix.id for one in audit.defects} == having - {"K00"}
-    assert all(one.patched for one in audit.defects)
+    assert {one.fix.id for one in found.defects} == having - {"K00"}
+    assert all(one.patched for one in found.defects)
 
 
 def test_a_build_of_ones_own_has_the_same(registry: Registry, tmp_path: Path) -> None:
-    audit = audit_wheel(own(tmp_path), registry)
-    assert (audit.release, audit.inside) == (RELEASE, ())
-    assert audit.defects == audit_release(RELEASE, registry).defects
+    found = audit_wheel(own(tmp_path), registry)
+    assert (found.release, found.inside) == (RELEASE, ())
+    assert found.defects == audit_release(RELEASE, registry).defects
 
 
 def test_of_other_sources_nothing_is_said(registry: Registry, tmp_path: Path) -> None:
     (name,) = Target.of(RELEASE).having(["K06"], registry).patches[-1].files
-    audit = audit_wheel(own(tmp_path, **{name: "# rewritten\n"}), registry)
-    said = {one.fix.id: one for one in audit.defects}
+    found = audit_wheel(own(tmp_path, **{name: "# rewritten\n"}), registry)
+    said = {one.fix.id: one for one in found.defects}
     assert said["K06"].has is Has.UNKNOWN
     assert name in said["K06"].why
     assert said["39907"].has is not Has.UNKNOWN
@@ -58,11 +59,22 @@ def test_what_a_patched_wheel_leaves_out_is_left(registry: Registry, tmp_path: P
     target = Target.of(RELEASE).lacking(["K06"], registry)
     source = own(tmp_path)
     wheel, _, _ = build_wheel(target, source, "00" * 32, registry, tmp_path / "dist")
-    audit = audit_wheel(wheel, registry)
-    assert [one.fix.id for one in audit.defects] == ["K06"]
-    assert set(audit.inside) == set(target.series.fix_ids)
+    found = audit_wheel(wheel, registry)
+    assert [one.fix.id for one in found.defects] == ["K06"]
+    assert set(found.inside) == set(target.series.fix_ids)
 
 
 def test_a_release_that_is_not_pinned_is_refused(registry: Registry, tmp_path: Path) -> None:
     with pytest.raises(NotLockedError, match=r"0\.99\.0, which is not pinned"):
         audit_wheel(own(tmp_path, "0.99.0"), registry)
+
+
+def test_a_patched_wheel_of_a_release_that_is_not_pinned_is_refused(
+    registry: Registry, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of a kvfix that is newer, or has pinned more."""
+    target = Target.of(RELEASE)
+    wheel, _, _ = build_wheel(target, own(tmp_path), "00" * 32, registry, tmp_path / "dist")
+    monkeypatch.setattr(audit, "load_lock", dict)
+    with pytest.raises(NotLockedError, match=rf"{RELEASE}, which is not pinned"):
+        audit_wheel(wheel, registry)

@@ -438,6 +438,8 @@ class TestOffered:
 def test_cache_folder(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFIX_CACHE", "~/mine")
     assert cache_folder() == no_settings / "mine"
+    monkeypatch.setenv("KVFIX_CACHE", "mine")
+    assert cache_folder() == Path.cwd() / "mine"
     monkeypatch.delenv("KVFIX_CACHE")
     monkeypatch.setenv("XDG_CACHE_HOME", os.fspath(no_settings / "cache"))
     assert cache_folder().name == "kvfix"
