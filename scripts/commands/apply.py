@@ -32,7 +32,7 @@ from scripts.system.console import entry, out, parser_of
 from scripts.wheel.build import build_wheel, own_wheel
 
 _UNPROVEN = """\
-Proven are each fix alone, with what it depends on, and all of them together (docs/status.md). Of \
+Proven are each fix alone, with what it depends on, and all of them together (docs/proof.md). Of \
 any other choice nothing is proven but that it applies."""
 
 
