@@ -79,7 +79,7 @@ class _Heard:
     """What the network part of a handshake found out.
 
     Attributes:
-        deadline: when (`time.monotonic`) it has to be over.
+        deadline: when (`time.monotonic`) it has to be over; then, when registered.
         agents: what NIXL has to be given: the arguments of `add_remote_agent`, in order.
         result: the handshake's, with places in `agents` for the names that NIXL would have given.
     """
@@ -124,7 +124,7 @@ class Notifications:
         self._worker = worker
         self._shake_hands = shake_hands  # vLLM's way: the worker, a receive's id, engine and meta
         self._peers: dict[tuple[str, str], _Peer] = {}
-        self._asked: tuple[tuple[str, str], Future[_Heard]] | None = None
+        self._asked: tuple[tuple[str, str], _Peer, Future[_Heard]] | None = None
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="kvfix-nixl-notifier")
         self._here = threading.local()
         self._heard: dict[str, _Heard] = {}
@@ -156,11 +156,13 @@ class Notifications:
                     self._go_on(self._peers.pop(key).receives)
                 elif now - peer.since > USEFUL:
                     self._drop(self._peers.pop(key).receives, "it has not been reached")
-            if self._asked is not None and self._asked[1].done():
-                key, asked = self._asked
+            if self._asked is not None and self._asked[2].done():
+                key, peer, asked = self._asked
                 self._asked = None
-                if key in self._peers:
-                    self._take(key[0], asked, self._peers.pop(key).receives)
+                # What was heard for others who have gone on since, or long ago, may not hold now.
+                if self._peers.get(key) is peer and not _is_late(asked, now):
+                    del self._peers[key]
+                    self._take(key[0], asked, peer.receives)
             self._ask_next()
 
     def pending(self) -> int:
@@ -179,7 +181,7 @@ class Notifications:
         # One at a time: an engine that ends waits for no more than that.
         if self._asked is None and self._peers:
             key, peer = next(iter(self._peers.items()))
-            self._asked = key, self._executor.submit(self._ask, key, peer.first)
+            self._asked = key, peer, self._executor.submit(self._ask, key, peer.first)
 
     def _go_on(self, receives: Sequence[_Waiting]) -> None:
         for receive in receives:
@@ -226,6 +228,7 @@ class Notifications:
             )
         finally:
             self._here.heard = None
+        heard.deadline = time.monotonic() + PATIENCE
         return heard
 
     # Any thread.
@@ -237,6 +240,10 @@ class Notifications:
     def take_heard(self, engine_id: str) -> _Heard | None:
         """Take what the network part found out, for the handshake that it is meant for."""
         return None if self.here() else self._heard.pop(engine_id, None)
+
+
+def _is_late(asked: Future[_Heard], now: float) -> bool:
+    return asked.exception() is None and now > asked.result().deadline
 
 
 def _sizes(meta: ReqMeta) -> tuple[int, ...]:

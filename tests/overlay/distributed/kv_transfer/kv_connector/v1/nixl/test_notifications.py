@@ -113,6 +113,49 @@ def test_a_handshake_that_cannot_begin_is_a_failed_notification(
     assert fleet.until(fleet.reads)
 
 
+def test_what_was_heard_for_others_is_not_taken_for_later_ones(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A read connects first; then P starts again under its id, and D forgets what it knew."""
+    asked, goes_on = threading.Event(), threading.Event()
+    ask = notifications.Notifications._ask
+
+    def slowly(*args: Any) -> Any:  # noqa: ANN401 - what was heard
+        heard = ask(*args)
+        asked.set()
+        goes_on.wait(20)
+        return heard
+
+    monkeypatch.setattr(notifications.Notifications, "_ask", slowly)
+    place = fleet.serve("P")
+    fleet.leave("left", "P")
+    assert asked.wait(20)
+    fleet.read()
+    assert fleet.until(lambda: fleet.reads() and fleet.heard())
+    goes_on.set()
+    before = len(place.asked)
+    with fleet.worker._handshake_lock:
+        del fleet.worker._remote_agents["P"]
+    fleet.leave("next", "P")
+    assert fleet.until(lambda: len(place.asked) > before)
+
+
+def test_what_was_heard_long_ago_is_asked_again(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by an engine that slept in between, and whose P may have started again."""
+    place = fleet.serve("P")
+    fleet.leave("left", "P")
+    asked = vars(fleet.worker)["_notifications"]._asked
+    asked[2].result(20)
+    now = time.monotonic() + 2 * notifications.PATIENCE
+    with monkeypatch.context() as later:
+        later.setattr(notifications.time, "monotonic", lambda: now)
+        step(fleet.worker)
+    assert fleet.until(fleet.heard)
+    assert place.asked == [0, 0]
+
+
 def test_a_peer_is_registered_once_whoever_comes_first(fleet: Fleet) -> None:
     fleet.serve("P")
     fleet.leave("left", "P")
