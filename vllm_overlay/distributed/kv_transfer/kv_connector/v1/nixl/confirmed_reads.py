@@ -7,6 +7,8 @@ until it knows that this was in time (`read_check`). What was not is a failed re
 `kv_load_failure_policy` decides what becomes of the request, as with any other.
 
 Where a P announces nothing (stock, or told not to) all is as on stock, and D says so once for each.
+So it is where an engine's workers make no report for its scheduler: a P announces nothing before
+they have, and a D asks nothing. (Up to 0.19.1 the second model runner makes none.)
 `"confirm_reads": false` in `kv_connector_extra_config` turns it off, on either side.
 """
 
@@ -86,25 +88,27 @@ class ConfirmedReads:
     def __init__(self) -> None:
         self.book = open_book()
         self.questions = LeaseQuestions()
-        self._agents: set[str] = set()  # of the engine's own workers
+        self.agents: set[str] = set()  # of the engine's own workers, once they have reported
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
         self._unsigned: list[_Read] = []
-        self._unconfirmed: set[object] = set()
+        self._unconfirmed: set[str] = set()
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
         """Ask P about what is about to be read into `blocks`, if P has announced a lease."""
         token = params.get(FIELD)
         if not isinstance(token, str) or len(token) > 64:
-            self._say_unconfirmed(params.get("remote_engine_id"))
+            engine = printable(str(params.get("remote_engine_id")))
+            self._say_unconfirmed(engine, "its kv_transfer_params announce no lease")
             return
         asked = now()
         peer = Peer(params["remote_host"], int(params["remote_port"]), "pp_size" in params)
         read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked))
         self._forget(request.request_id)
         self._reads[read.req_id] = self._readers[read.reader] = read
-        self._ask(read, asked)
-        if not self._agents:
+        if self.agents:
+            self._ask(read, asked)
+        else:  # P has to know whose they are
             self._unsigned.append(read)
 
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
@@ -115,6 +119,8 @@ class ConfirmedReads:
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
         if report.kv_connector_worker_meta is not None:
             self._hear(_said(report.kv_connector_worker_meta))
+        if self._unsigned and output.kv_connector_output is not None:
+            self._sign()
         sent = report.finished_sending or set()
         done = self.book.due().union(sent)
         freed = self.book.free(done) if done else done
@@ -151,13 +157,22 @@ class ConfirmedReads:
         """Note what the workers have told."""
         if said is None:
             return
-        self._agents |= said.agents
+        self.agents |= said.agents
         self.book.hear(said.heard)
         self.book.expire(said.ended)
-        if self._agents:
-            for read in self._unsigned:  # so that P knows whose they are
-                self._ask(read, now())
-            self._unsigned.clear()
+
+    def _sign(self) -> None:
+        """Ask about what was begun before the workers made their first report, if they have."""
+        for read in self._unsigned:
+            if self.agents:
+                time = now()
+                read.check.asks(time)
+                self._ask(read, time)
+            elif self._readers.get(read.reader) is read:
+                self._forget(read.req_id)
+                where = printable(f"at {read.peer.host}:{read.peer.port}")
+                self._say_unconfirmed(where, "the workers of this one make no report")
+        self._unsigned.clear()
 
     def _take_replies(self) -> None:
         for reply in self.questions.replies():
@@ -197,7 +212,7 @@ class ConfirmedReads:
         return verdict
 
     def _ask(self, read: _Read, time: float) -> None:
-        question = Question(read.token, read.reader, frozenset(self._agents), time)
+        question = Question(read.token, read.reader, frozenset(self.agents), time)
         self.questions.ask(read.peer, question)
 
     def _forget(self, req_id: str) -> None:
@@ -205,15 +220,16 @@ class ConfirmedReads:
         if read is not None:
             del self._readers[read.reader]
 
-    def _say_unconfirmed(self, engine_id: object) -> None:
-        if engine_id in self._unconfirmed or len(self._unconfirmed) == MAX_NAMED:
+    def _say_unconfirmed(self, engine: str, why: str) -> None:
+        if engine in self._unconfirmed or len(self._unconfirmed) == MAX_NAMED:
             return
-        self._unconfirmed.add(engine_id)
+        self._unconfirmed.add(engine)
         count(Acted.PEER_UNCONFIRMED)
         unconfirmed.warning(
-            "Reads from engine %s are unconfirmed: its kv_transfer_params announce no lease. If it "
-            "frees blocks while they are read, that stays unnoticed.",
-            printable(str(engine_id)),
+            "Reads from engine %s are unconfirmed: %s. If it frees blocks while they are read, "
+            "that stays unnoticed.",
+            engine,
+            why,
         )
 
 
@@ -253,7 +269,9 @@ def announces_lease(finish: _Method) -> _Method:
     def wrapper(self: _Part, request: Request, *args: Any, **named: Any) -> Any:  # noqa: ANN401
         held, params = finish(self, request, *args, **named)
         until = self._reqs_need_send.get(request.request_id) if held and params else None
-        if until is not None and (reads := confirmed_reads(self)) is not None:
+        if until is None or (reads := confirmed_reads(self)) is None:
+            return held, params
+        if reads.agents:  # else nobody would say who has read the blocks
             params[FIELD] = reads.book.hold(request.request_id, until)
         return held, params
 

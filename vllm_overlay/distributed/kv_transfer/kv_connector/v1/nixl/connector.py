@@ -115,11 +115,12 @@ class WakesIdleEngine(WantsLooks):
         name = getattr(worker.nixl_wrapper, "name", None)
         agents = frozenset([name] if name and not self._introduced else ())
         self._introduced = True
-        heard, ended = noted.pop("_heard", {}), frozenset(noted.pop("_ended_leases", ()))
+        heard, noted["_heard"] = noted.get("_heard"), {}
+        ended = frozenset(noted.pop("_ended_leases", ()))
         fixes = fix_counts.taken()
         if not (pending or before or agents or heard or ended or fixes):
             return None
-        return WorkerReport(pending, agents, heard, ended, fixes)
+        return WorkerReport(pending, agents, heard or {}, ended, fixes)
 
     # Scheduler side.
 

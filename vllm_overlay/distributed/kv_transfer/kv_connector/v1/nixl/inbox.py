@@ -54,8 +54,9 @@ def _readable(
         if ranks < 1:
             raise ValueError(f"{ranks} ranks")
         fit(ranks)
-        heard = worker.__dict__.setdefault("_heard", {})
-        heard[req_id] = heard.get(req_id, frozenset()) | {peer}
+        heard = vars(worker).get("_heard")
+        if heard is not None:  # there is a report for it
+            heard[req_id] = heard.get(req_id, frozenset()) | {peer}
     except Exception as error:
         log.warning(
             "NIXL transfer failure: notification_unreadable. Agent %.100r sent %.100r: %.100r",

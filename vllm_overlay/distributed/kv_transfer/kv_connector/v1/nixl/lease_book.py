@@ -146,9 +146,12 @@ class LeaseBook:
         return True
 
     def _binds(self, lease: _Lease) -> bool:
-        """Whether blocks are promised to somebody who may still read them."""
-        kept = not lease.expired and not lease.is_read_by(lease.agents)
-        return kept and lease.promised > self._clock()
+        """Whether blocks are promised to somebody who may still read them.
+
+        Workers that have done with them and have heard from nobody do not say whom they hear.
+        """
+        kept = lease.heard and not lease.expired and not lease.is_read_by(lease.agents)
+        return bool(kept) and lease.promised > self._clock()
 
     def _give_away(self, req_id: str) -> None:
         lease = self._held.pop(req_id, None)

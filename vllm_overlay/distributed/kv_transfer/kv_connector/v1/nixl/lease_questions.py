@@ -53,7 +53,11 @@ MAX_LOOKUPS = 16
 10 s of one."""
 
 FRESH = 2.0
-"""Seconds for which an address is taken for the host's own; then it is looked up again, beside."""
+"""Seconds for which an address is taken for the host's own; then it is looked up again. Another P
+may have it by then, and that one says of every lease that it is gone."""
+
+SLOW = 1.0
+"""Seconds after which a lookup is not waited for where an older address is known."""
 
 _ALIVE = {zmq.HEARTBEAT_IVL: 1.0, zmq.HEARTBEAT_TIMEOUT: 2.0, zmq.CONNECT_TIMEOUT: 2.0}
 """Seconds between looks whether a peer is there, until it is given up, and to connect to it."""
@@ -176,7 +180,7 @@ class LeaseQuestions:
 
     def ask(self, peer: Peer, question: Question) -> None:
         """Send a question, as soon as the peer's address is known; there may never be a reply."""
-        address = self._names.find(peer.host)
+        address = self._names.find(peer.host, question.asked)
         if address is None:
             self._nameless.append((peer, question))
             return
@@ -253,18 +257,31 @@ class _Names:
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, _Address] = OrderedDict()
-        self._under_way: set[str] = set()
+        self._under_way: dict[str, float] = {}  # since when
 
-    def find(self, host: str) -> str | None:
-        """Return a host's address; None while it is not known, for whoever asks again."""
+    def find(self, host: str, since: float) -> str | None:
+        """Return a host's address as it was at some time `since`, or shortly before.
+
+        None while that is not known, for whoever asks again.
+        """
         if is_address(host):
             return host
         known = self._known.get(host)
-        is_fresh = known is not None and now() - known.found < FRESH
-        if not is_fresh and host not in self._under_way and len(self._under_way) < MAX_LOOKUPS:
-            self._under_way.add(host)
-            threading.Thread(target=self._look_up, args=(host,), daemon=True).start()
+        if known is None or known.found < min(since, now() - FRESH):
+            if host not in self._under_way and len(self._under_way) < MAX_LOOKUPS:
+                self._begin(host)
+            if now() - self._under_way.get(host, float("-inf")) < SLOW:
+                return None
+            known = self._known.get(host)  # it may be over already
         return None if known is None else known.address
+
+    def _begin(self, host: str) -> None:
+        self._under_way[host] = now()
+        try:
+            threading.Thread(target=self._look_up, args=(host,), daemon=True).start()
+        except RuntimeError as error:  # the system has no room for a thread
+            logger.debug("Cannot look %s up to ask it about a lease: %s", host, error)
+            del self._under_way[host]
 
     def _look_up(self, host: str) -> None:
         before = self._known.get(host)
@@ -277,7 +294,7 @@ class _Names:
             self._known[host] = _Address(address, now())
             if len(self._known) > MAX_NAMES:
                 self._known.popitem(last=False)
-            self._under_way.discard(host)
+            self._under_way.pop(host, None)
 
 
 def is_address(host: str) -> bool:

@@ -35,9 +35,11 @@ AGENTS = frozenset({"d/0"})
 class Listening:
     """P's end of a side channel, as its listener sees it."""
 
-    def __init__(self, raw: zmq.Socket[bytes]) -> None:
+    def __init__(self, raw: zmq.Socket[bytes], host: str = "127.0.0.1", port: int = 0) -> None:
         self.raw = raw
-        self.peer = Peer("127.0.0.1", raw.bind_to_random_port("tcp://127.0.0.1"), stages=True)
+        raw.bind(f"tcp://{host}:{port or '*'}")
+        bound = raw.getsockopt_string(zmq.LAST_ENDPOINT)
+        self.peer = Peer(host, int(bound.rpartition(":")[2]), stages=True)
 
     def handed_on(self, seconds: float = 0.2) -> list[bytes] | None:
         """Listen for so long: what comes that is no question."""
@@ -221,7 +223,10 @@ def test_a_connection_that_has_died_unseen_is_made_anew(p: Listening) -> None:
         firewall.close()
 
 
-def test_a_name_that_is_not_found_out_keeps_nobody_waiting(p: Listening, names: Names) -> None:
+def test_a_name_that_is_not_found_out_keeps_nobody_waiting(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_questions, "FRESH", 600.0)
     questions = LeaseQuestions()
     for host in ("hangs", "hangs", "hangs too", "unknown", "p"):
         asked = lease_questions.now()
@@ -235,19 +240,47 @@ def test_a_name_that_is_not_found_out_keeps_nobody_waiting(p: Listening, names: 
 def test_a_name_goes_where_it_goes_now(
     p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names.addresses["p"] = "127.0.0.9"
+    """The P that has the address now knows nothing of the lease, and would say that it is gone."""
+    context = zmq.Context()
+    other = Listening(context.socket(zmq.ROUTER), "127.0.0.2", p.peer.port)
     questions = LeaseQuestions()
     peer = p.peer._replace(host="p")
-    questions.ask(peer, Question("t", "old", AGENTS, lease_questions.now()))
-    with pytest.raises(HarnessError):
-        replies(questions, p, seconds=0.3)
-    names.addresses["p"] = "127.0.0.1"
-    monkeypatch.setattr(lease_questions, "FRESH", 0.1)
-    questions.ask(peer, Question("t", "old", AGENTS, lease_questions.now()))
-    with pytest.raises(HarnessError):
-        replies(questions, p, seconds=0.3)
-    questions.ask(peer, Question("t", "new", AGENTS, lease_questions.now()))
-    assert [reply.reader for reply in replies(questions, p)] == ["new"]
+    questions.ask(peer, Question("t", "before", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, p)] == ["before"]
+    names.addresses["p"] = other.peer.host
+    monkeypatch.setattr(lease_questions, "FRESH", 0.0)
+    questions.ask(peer, Question("t", "after", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, other)] == ["after"]
+    context.destroy(linger=0)
+
+
+def test_where_names_are_not_found_out_any_more_the_last_address_counts(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions = LeaseQuestions()
+    names.addresses["hangs"] = p.peer.host
+    names.end.set()
+    peer = p.peer._replace(host="hangs")
+    questions.ask(peer, Question("t", "before", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, p)] == ["before"]
+    names.end.clear()
+    monkeypatch.setattr(lease_questions, "FRESH", 0.0)
+    questions.ask(peer, Question("t", "after", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, p)] == ["after"]
+
+
+def test_without_room_for_a_thread_nothing_ends(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    questions = LeaseQuestions()
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        questions.ask(p.peer._replace(host="p"), Question("t", "d", AGENTS, lease_questions.now()))
+        assert not list(questions.replies())
+    assert [reply.reader for reply in replies(questions, p)] == ["d"]
 
 
 def test_no_more_names_are_looked_up_at_once_than_that(p: Listening, names: Names) -> None:
