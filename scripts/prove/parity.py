@@ -29,9 +29,13 @@ Row = Mapping[str, Any]
 """What one side has to say of a scenario; see tests/parity/__main__.py."""
 
 
+NONE = "nothing"
+"""In the place of a value that a side does not have, which null is not."""
+
+
 @dataclass(frozen=True)
 class Difference:
-    """One value that is not the same on both sides; None where a side has none."""
+    """One value that is not the same on both sides; `NONE` where a side has none."""
 
     where: str
     stock: Any
@@ -244,11 +248,11 @@ def differences(stock: Any, patched: Any, where: str = "") -> Iterator[Differenc
         if stock.keys() == patched.keys() == {"at least"}:
             missing: Counter[str] = Counter(stock["at least"]) - Counter(patched["at least"])
             for thing in missing.elements():
-                yield Difference(where, thing, None)
+                yield Difference(where, thing, NONE)
             return
         for key in dict.fromkeys((*stock, *patched)):
             inner = f"{where} → {key}" if where else str(key)
-            yield from differences(stock.get(key), patched.get(key), inner)
+            yield from differences(stock.get(key, NONE), patched.get(key, NONE), inner)
     elif isinstance(stock, list) and isinstance(patched, list) and len(stock) == len(patched):
         for i, (mine, theirs) in enumerate(zip(stock, patched, strict=True)):
             yield from differences(mine, theirs, f"{where}[{i}]")
@@ -257,8 +261,6 @@ def differences(stock: Any, patched: Any, where: str = "") -> Iterator[Differenc
 
 
 def _words(value: object) -> str:
-    if value is None:
-        return "nothing"
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -43,6 +43,8 @@ def test_the_same_on_both_sides_is_no_fault() -> None:
         ({"sent": [{"a": 1}]}, {"sent": [{"a": 2}]}, "sent[0] → a"),
         ({"sent": [1]}, {}, "sent"),
         ({}, {"sent": [1]}, "sent"),
+        ({"sent": None}, {}, "sent"),
+        ({}, {"sent": None}, "sent"),
         ({"busy": 1}, {"busy": True}, "busy"),
         ("lives", "the engine dies", ""),
         ([1, 2], [2, 1], "[0]"),
@@ -146,6 +148,21 @@ def test_rows_are_read_as_far_as_the_side_got(tmp_path: Path) -> None:
     file.write_text(json.dumps(row(1)) + "\n" + '{"name": "cut')
     assert list(read_rows(file)) == [NAME]
     assert read_rows(tmp_path / "none.jsonl") == {}
+
+
+def test_what_ends_the_process_on_both_sides_is_a_fault(tmp_path: Path) -> None:
+    """The runner writes a row for each scenario before the first begins; a later one counts."""
+    file = tmp_path / "stock.jsonl"
+    begun = {"name": NAME, "crashed": "the process ended before it was over", "seconds": 0.0}
+    file.write_text(json.dumps(begun) + "\n")
+    seen = read_rows(file)
+    (only,) = compared(seen, seen, fixes=[])
+    assert [fault.partition(":")[0] for fault in only.faults] == [
+        "it crashed on stock",
+        "it crashed on patched",
+    ]
+    file.write_text(json.dumps(begun) + "\n" + json.dumps(row(1)) + "\n")
+    assert read_rows(file)[NAME] == row(1)
 
 
 class FakeEnvironment:
