@@ -183,10 +183,10 @@ def as_markdown(transitions: Sequence[Transition]) -> str:
         "more hunks apply exactly; what has no patch there, or collides, comes from the other "
         "side, if it is carried from that. *Below* and *above*: what each would carry alone. *Left "
         "behind*: the stock release's own tests are on record as passing, so the fix is not "
-        "carried. *Carried* is by text; *pass* says how many of them had their tests run on the "
-        "result and passed, - that they were not run here. *Not needed*: carried, though the stock "
-        "release is on record as not having the defect; that would be wrong. *A person*: it would "
-        "have stopped there.\n",
+        "carried. *Carried* is by text; *pass* says how many of them passed their tests on the "
+        "result when these were last run (`--prove`), - that they were not. *Not needed*: carried, "
+        "though the stock release is on record as not having the defect; that would be wrong. *A "
+        "person*: it would have stopped there.\n",
         "| release | from | carried | below | above | by offsets | merged | pass | not needed "
         "| left behind | a person | stock on record |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
