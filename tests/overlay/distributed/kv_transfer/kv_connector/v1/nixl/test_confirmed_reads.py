@@ -30,6 +30,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads i
     FIELD,
     confirmed_reads,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WakesIdleEngine
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import Question
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
@@ -222,6 +223,37 @@ def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
     end(d)
     assert asked == []
     assert caplog.text.count("are unconfirmed") == 1
+
+
+def test_without_reports_of_workers_all_is_as_on_stock(
+    p: PrefillServer,
+    asked: list[Question],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 0.19.1 vLLM's second model runner makes none."""
+    monkeypatch.setattr(module, "unconfirmed", BoundedLog(module.logger))
+    offer = p.prefill("at-p", PROMPT)
+    monkeypatch.setattr(WakesIdleEngine, "build_connector_worker_meta", lambda _: None)
+    d = Server("D/0")
+    connect(d.worker, "P")
+    begin(d, offer)
+    assert used(end(d))
+    assert asked == []
+    assert "the workers of this one make no report" in caplog.text
+    reads = confirmed_reads(d.part)
+    assert reads is not None
+    assert not reads._reads
+    assert not reads._readers
+    assert not reads._unsigned
+
+
+def test_a_p_whose_workers_make_no_report_announces_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(WakesIdleEngine, "build_connector_worker_meta", lambda _: None)
+    with prefill_server(lease=100.0) as mute:
+        assert FIELD not in mute.prefill("at-p", PROMPT)
 
 
 @pytest.mark.parametrize("token", [7, None, "x" * 65, ["x"]])

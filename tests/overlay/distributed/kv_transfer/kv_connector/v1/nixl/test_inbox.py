@@ -26,6 +26,16 @@ def test_what_can_be_read_is_handed_on_peer_by_peer() -> None:
     assert failed(worker) == 0
 
 
+def test_who_was_heard_is_kept_for_a_report_and_only_where_one_is_made() -> None:
+    worker = make_worker()
+    for reported in (False, True):
+        if reported:
+            vars(worker)["_heard"] = {}
+        nixl_of(worker).inbox = {"P/0": [b"a:1"]}
+        assert list(notifications(worker)) == [[b"a:1"]]
+        assert vars(worker).get("_heard") == ({"a": {"P/0"}} if reported else None)
+
+
 @pytest.mark.parametrize(
     "lie", [b"", b"no number", b"a:", b"a:x", b"a:0", b"a:-1", b"\xff:1", b"a:1.0"]
 )

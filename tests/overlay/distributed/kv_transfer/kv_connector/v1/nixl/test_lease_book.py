@@ -71,6 +71,11 @@ def test_blocks_that_nobody_asks_for_go_as_on_stock(held: Held) -> None:
     assert held.ask() == GONE
 
 
+def test_blocks_go_as_on_stock_if_workers_do_not_say_whom_they_have_heard(held: Held) -> None:
+    held.ask()
+    assert held.end()
+
+
 def test_of_ranks_of_two_engines_neither_has_read_them(held: Held) -> None:
     assert held.end("d/0", "other/0")
     assert held.ask() == GONE
