@@ -32,8 +32,8 @@ from scripts.system.console import entry, out, parser_of
 from scripts.wheel.build import build_wheel, own_wheel
 
 _UNPROVEN = """\
-Proven are each fix alone, with what it depends on, and all of them together (docs/proof.md). Of \
-any other choice nothing is proven but that it applies."""
+All fixes together are proven (docs/status.md), and each alone, with what it depends on, on most \
+releases (docs/proof.md). Of any other choice nothing is proven but that it applies."""
 
 
 def main() -> None:

@@ -660,7 +660,7 @@ class TestChoice:
         assert "the release has the defect; needed by 2" in " ".join(said.stdout.split())
         said = checkout.run("apply", "--only", "1", "--list")
         assert "not chosen" in said.stdout
-        assert "Proven are each fix alone" in said.stdout
+        assert "All fixes together are proven" in said.stdout
         said = checkout.run("apply", "--only", "2", "--list")
         assert [word in said.stdout for word in ("chosen", "needed by 2")] == [True, True]
         assert "not chosen" not in said.stdout

@@ -288,7 +288,7 @@ class TestLayer:
     def test_holds_what_was_chosen(self, checkout: Checkout, tmp_path: Path) -> None:
         done = checkout.run("apply", "--layer", "--without", "2", "--out", tmp_path)
         assert done.returncode == 0
-        assert "Proven are each fix alone" in done.stdout
+        assert "All fixes together are proven" in done.stdout
         names = {path.name for path in tmp_path.iterdir()}
         assert f"kvfix-{VERSION}.without.2.pyz" in names
         with tarfile.open(tmp_path / (names - {f"kvfix-{VERSION}.without.2.pyz"}).pop()) as tar:
