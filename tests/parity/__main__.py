@@ -56,8 +56,8 @@ def main() -> None:
     signal.signal(signal.SIGALRM, _late)
     with options.out.open("w", encoding="utf-8") as file:
         for scenario in chosen:  # a later row with the name counts
-            row = {"name": scenario.name, "crashed": "the process ended before it was over"}
-            file.write(json.dumps({**row, "seconds": 0.0}) + "\n")
+            begun = {"name": scenario.name, "crashed": "the process ended before it was over"}
+            file.write(json.dumps({**begun, "seconds": 0.0}) + "\n")
         for scenario in chosen:
             outcome = _outcome(scenario, options.affected)
             shows = [key.split()[0] for key in scenario.shows]

@@ -150,7 +150,7 @@ def test_what_was_heard_long_ago_is_asked_again(
     asked[2].result(20)
     now = time.monotonic() + 2 * notifications.PATIENCE
     with monkeypatch.context() as later:
-        later.setattr(notifications.time, "monotonic", lambda: now)
+        later.setattr(time, "monotonic", lambda: now)
         step(fleet.worker)
     assert fleet.until(fleet.heard)
     assert place.asked == [0, 0]
