@@ -147,7 +147,7 @@ class Notifications:
 
     def advance(self) -> None:
         """Have receives go on whose peer is connected by now, and drop others; never wait."""
-        if not self._peers:
+        if not self._peers and self._asked is None:
             return
         now = time.monotonic()
         with self._worker._handshake_lock:
