@@ -111,7 +111,7 @@ UNTYPED = {
     "carry/trial:neighbours:NotCarriedError": "as that of project, which comes before it",
     "commands/mutants:_survivors:UsageError": "runs in an environment of 8 GB",
     "patchset/pins:_wrong:RegistryError": "as the others that name edit",
-    "prove/audit:_release_of:NotLockedError": "as that of pinned_release",
+    "prove/audit:_require_pinned:NotLockedError": "as that of pinned_release",
     "patchset/choice:without:UsageError 2": "test_apply types it; no fix here needs another",
     "prove/forks:run_in_forks:CommandError": "runs in an environment of 8 GB",
     "patchset/registry:Registry.fix:RegistryError": "as the others that name lint",
