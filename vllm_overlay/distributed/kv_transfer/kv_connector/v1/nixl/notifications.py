@@ -27,7 +27,10 @@ told           main                       vLLM goes on as after any handshake
 What waits is changed under vLLM's `_handshake_lock`, and on the main thread. NIXL is entered by the
 threads that vLLM lets enter it, and the registration is in `_handshake_futures` like every
 handshake, so a read that comes for the same peer shares it and nothing is registered twice. A read
-never waits for the network part: it makes its own, and whichever is first serves both.
+never waits for the network part: it makes its own, and whichever is first serves both. Nor does it
+use what was heard before it came: P may be another by then.
+
+A worker of somebody else's with a handshake of its own has all this as on stock.
 """
 
 from __future__ import annotations
@@ -69,6 +72,9 @@ Leases, from 0.22.0 on, are shorter."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 _Waiting = tuple["ReqId", "ReqMeta"]
+
+_PARTS = ("_nixl_handshake", "add_remote_agent")
+"""The methods of a worker that have to know which part of a handshake is made."""
 
 
 def _nothing() -> None:
@@ -139,6 +145,9 @@ class Notifications:
         # A client may have said several addresses for an engine, and anything for an address.
         key = (engine_id, repr((meta.remote.host, meta.remote.port, meta.tp_size, _sizes(meta))))
         with self._worker._handshake_lock:
+            if engine_id in self._worker._handshake_futures:
+                self._share(engine_id, [(req_id, meta)])
+                return
             if key not in self._peers and len(self._peers) >= MAX_PEERS:
                 self._drop([(req_id, meta)], f"{MAX_PEERS} others wait")
                 return
@@ -212,6 +221,10 @@ class Notifications:
     def _register(self, engine_id: str, heard: _Heard, receives: Sequence[_Waiting]) -> None:
         if engine_id not in self._worker._handshake_futures:
             self._heard[engine_id] = heard  # for the handshake that begins now
+        self._share(engine_id, receives)
+
+    def _share(self, engine_id: str, receives: Sequence[_Waiting]) -> None:
+        """Have receives go on after vLLM's handshake with an engine, which may have begun."""
         for req_id, meta in receives:
             self._shake_hands(self._worker, req_id, engine_id, meta)
         # One thread shakes all hands, and runs the callbacks that queue what may go on.
@@ -239,7 +252,12 @@ class Notifications:
 
     def take_heard(self, engine_id: str) -> _Heard | None:
         """Take what the network part found out, for the handshake that it is meant for."""
-        return None if self.here() else self._heard.pop(engine_id, None)
+        heard = None if self.here() else self._heard.pop(engine_id, None)
+        return heard if heard and time.monotonic() <= heard.deadline else None
+
+    def forget_heard(self, engine_id: str) -> None:
+        """Have a handshake that has not begun be made as a whole: a read is to share it."""
+        self._heard.pop(engine_id, None)
 
 
 def _is_late(asked: Future[_Heard], now: float) -> bool:
@@ -256,6 +274,15 @@ def _of(worker: NixlConnectorWorker) -> Notifications | None:
     return found
 
 
+def _ours(method: Callable[..., Any]) -> Any:  # noqa: ANN401 - the same
+    vars(method)["knows_parts"] = True  # decorators around it copy that
+    return method
+
+
+def _is_ours(worker: type, name: str) -> bool:
+    return getattr(getattr(worker, name), "knows_parts", None) is True
+
+
 # ---------------------------------------------------------------- hooks
 
 
@@ -266,10 +293,13 @@ def notifies_aside(shake_hands: _Method) -> _Method:
     def wrapper(
         self: NixlConnectorWorker, req_id: str, remote_engine_id: str, meta: ReqMeta
     ) -> None:
-        if meta.local_block_ids or getattr(meta, "awaiting_kvs", False):
+        notifications = _of(self)
+        reads = meta.local_block_ids or getattr(meta, "awaiting_kvs", False)
+        if reads and notifications is not None:
+            notifications.forget_heard(remote_engine_id)
+        if reads or not all(_is_ours(type(self), name) for name in _PARTS):
             shake_hands(self, req_id, remote_engine_id, meta)
             return
-        notifications = _of(self)
         if notifications is None:  # made on demand, on the main thread: most never notify so
             notifications = Notifications(self, shake_hands)
             vars(self)["_notifications"] = notifications
@@ -299,7 +329,7 @@ def finds_network_part_done(shake_hands: _Method) -> _Method:
             return make()
         return line_of(self).make(functools.partial(heard.register, self) if heard else make)
 
-    return cast("_Method", wrapper)
+    return _ours(wrapper)
 
 
 def notes_aside(register: _Method) -> _Method:
@@ -315,7 +345,7 @@ def notes_aside(register: _Method) -> _Method:
         name: str = register(self, *args, **kwargs)
         return name
 
-    return cast("_Method", wrapper)
+    return _ours(wrapper)
 
 
 def advance_notifications(worker: NixlConnectorWorker) -> None:

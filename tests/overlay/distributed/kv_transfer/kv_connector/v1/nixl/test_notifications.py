@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.nixl_release import NixlConnectorMetadata
 from tests.support.nixl_worker import nixl_of, rank_key, step
-from tests.support.side_channel import Fleet, silent
+from tests.support.side_channel import Fleet, SideChannel, silent
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import notifications
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     MAX_PEERS,
@@ -154,6 +154,79 @@ def test_what_was_heard_long_ago_is_asked_again(
         step(fleet.worker)
     assert fleet.until(fleet.heard)
     assert place.asked == [0, 0]
+
+
+@pytest.fixture
+def busy(fleet: Fleet) -> Iterator[threading.Event]:
+    """vLLM's handshake thread is at work for others, until this is set."""
+    over = threading.Event()
+    fleet.worker._handshake_initiation_executor.submit(over.wait, 20)
+    yield over
+    over.set()
+
+
+def begin_registration(fleet: Fleet) -> SideChannel:
+    """P has been asked; what it said is to be registered when the handshake thread gets there."""
+    place = fleet.serve("P")
+    fleet.leave("left", "P")
+    assert fleet.until(lambda: fleet.worker._handshake_futures)
+    return place
+
+
+def test_what_was_heard_before_a_long_line_is_asked_again(
+    fleet: Fleet, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P may have started again while the handshakes before it took their time."""
+    place, now = begin_registration(fleet), time.monotonic
+    monkeypatch.setattr(time, "monotonic", lambda: now() + 2 * notifications.PATIENCE)
+    busy.set()
+    assert fleet.until(fleet.heard)
+    assert place.asked == [0, 0]
+
+
+def test_a_read_uses_nothing_that_was_heard_before_it_came(
+    fleet: Fleet, busy: threading.Event
+) -> None:
+    place = begin_registration(fleet)
+    fleet.read()
+    busy.set()
+    assert fleet.until(lambda: fleet.reads() and fleet.heard())
+    assert place.asked == [0, 0]
+    assert len(nixl_of(fleet.worker).called("add_remote_agent")) == 1
+
+
+def test_a_handshake_that_is_under_way_is_shared(
+    fleet: Fleet, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many others wait to be told."""
+    monkeypatch.setattr(notifications, "MAX_PEERS", 0)
+    place = fleet.serve("P")
+    fleet.read()
+    fleet.leave("left", "P")
+    busy.set()
+    assert fleet.until(lambda: fleet.reads() and fleet.heard())
+    assert place.asked == [0]
+    assert failed(fleet) == 0
+
+
+@pytest.mark.parametrize("name", ["_nixl_handshake", "add_remote_agent"])
+def test_a_worker_with_a_handshake_of_its_own_makes_it_as_on_stock(
+    fleet: Fleet, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plugins have such workers. NIXL gets nothing from a thread that is not vLLM's."""
+    threads: list[str] = []
+    ours = getattr(type(fleet.worker), name)
+
+    def theirs(*args: Any, **named: Any) -> Any:  # noqa: ANN401 - as ours
+        threads.append(threading.current_thread().name)
+        return ours(*args, **named)
+
+    monkeypatch.setattr(type(fleet.worker), name, theirs)
+    place = fleet.serve("P")
+    fleet.leave("left", "P")
+    assert fleet.until(fleet.heard)
+    assert [thread.startswith(HANDSHAKES) for thread in threads] == [True]
+    assert place.asked == [0]
 
 
 def test_a_peer_is_registered_once_whoever_comes_first(fleet: Fleet) -> None:
