@@ -244,6 +244,26 @@ def failed_over_another_connector(connector: str) -> Observed:
     return cast("Observed", asyncio.run(visits()))
 
 
+@scenario("MooncakeConnector", "MoRIIOConnector", "OffloadingConnector")
+def refused_by_the_name_that_its_router_gave(connector: str) -> Observed:
+    """Where MoRIIO's routers say addresses. No key is shown where none is asked for."""
+    _known(connector)
+    name = "".join(
+        f"___{who}_addr_host:10.0.0.{i},notify:61005" for i, who in enumerate(("p", "d"))
+    )
+
+    async def visit() -> Any:  # noqa: ANN401
+        async with serving("--api-key", "secret", connector=connector) as server:
+            request = good_body(COMPLETIONS, copy.deepcopy(PARAMS["Mooncake's"]))
+            answer = await server.post(
+                "/invocations", request | WRONG[0] | {"request_id": 2 * name}
+            )
+            await asyncio.sleep(0.05)
+            return {"status": answer.status, "told": [r.request_id for r in server.core.requests]}
+
+    return cast("Observed", asyncio.run(visit()))
+
+
 # ---------------------------------------------------------------- transfers that are awaited
 
 

@@ -196,10 +196,7 @@ def _readable(name: object) -> str:
 async def notify(
     engine: EngineClient, name: object, params: dict[str, Any], request: Request | None
 ) -> None:
-    """Tell the prefill server through the engine; a failure costs a log line, not the answer.
-
-    An engine client that cannot tell anybody is not asked to, and one that another program wrote
-    need not know how.
+    """Have a NIXL prefill server told through the engine.
 
     Args:
         engine: the engine client.
@@ -208,15 +205,24 @@ async def notify(
         request: the client's HTTP request, if it made one. Without the API key, where there is
             one, nothing is told.
     """
-    tell = getattr(engine, "notify_kv_transfer_request_rejected", None)
+    if request is None or _has_key(request):
+        await tell(engine, _readable(name), params, request)
+
+
+async def tell(
+    engine: EngineClient, request_id: str, params: dict[str, Any], request: Request | None
+) -> None:
+    """Tell the engine of a rejection as upstream does; a failure costs a log line, not the answer.
+
+    An engine client that cannot tell anybody is not asked to, and one that another program wrote
+    need not know how.
+    """
+    through = getattr(engine, "notify_kv_transfer_request_rejected", None)
     base = KVTransferNotifier.notify_kv_transfer_request_rejected
-    if tell is None or getattr(tell, "__func__", None) is base:
+    if through is None or getattr(through, "__func__", None) is base:
         return
-    if request is not None and not _has_key(request):
-        return
-    request_id = _readable(name)
     try:
-        await tell(request_id, params, data_parallel_rank=_data_parallel_rank(request))
+        await through(request_id, params, data_parallel_rank=_data_parallel_rank(request))
     except Exception:
         count(Acted.REJECTION_LOST)
         log.warning(

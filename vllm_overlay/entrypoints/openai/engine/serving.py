@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import find_problem
-from vllm_overlay.entrypoints.rejection import notify, remote_prefill
+from vllm_overlay.entrypoints.rejection import notify, remote_prefill, tell
 from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
@@ -51,8 +51,9 @@ class KVTransferRejection:
     ) -> T:
         """Await a handler; free the prefill server's blocks if it refuses its request for good.
 
-        Somebody else's connector is told of all that does not get to the engine, as by upstream
-        (from 0.21.0 on): blocks may wait for what is sent again, but that is NIXL's way.
+        Somebody else's connector is told of all that does not get to the engine, by the id that it
+        has, as by upstream (from 0.21.0 on): blocks may wait for what is sent again, but that is
+        NIXL's way.
 
         Where a route watches over the whole request (`KVTransferRoute`) that decides, later and
         with better knowledge, and is told of the refusal: its endpoint may make a 500 of it. By
@@ -63,7 +64,7 @@ class KVTransferRejection:
             return await awaitable
         known = takes_stand_ins(self.engine_client.vllm_config.kv_transfer_config)
 
-        def tell() -> Awaitable[None]:
+        def tell_prefill() -> Awaitable[None]:
             return notify(self.engine_client, request.request_id, params, raw_request)
 
         status = 200 if known else 499  # of one that is cancelled
@@ -77,11 +78,11 @@ class KVTransferRejection:
                 raise
             finally:
                 if not known and status != 200:
-                    await tell()
+                    await tell(self.engine_client, request.request_id, params, raw_request)
                 elif is_final(status):
                     exchange.refused = True
                     if watched is None:
-                        await exchange.end(params, tell)
+                        await exchange.end(params, tell_prefill)
         return result
 
 
