@@ -20,10 +20,11 @@ from itertools import chain
 from typing import TYPE_CHECKING, TypeAlias
 from weakref import ref
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
 from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
+from vllm_overlay.v1.kv_cache_interface import keeps_all
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.request_queue import RequestQueue
@@ -60,7 +61,7 @@ def for_any_groups(update: Update) -> Update:
         evict_blocks: bool = True,
     ) -> Affected:
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
-        if len(specs) > 1 or not isinstance(specs[0], FullAttentionSpec):
+        if len(specs) > 1 or not keeps_all(specs[0]):
             # The null block pads the lists of every request and holds no tokens.
             null = self.kv_cache_manager.block_pool.null_block.block_id
             invalid_block_ids = invalid_block_ids - {null}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.decode_engine import DecodeEngine, Step
@@ -65,6 +66,23 @@ def test_a_request_that_runs_beside_it_goes_on(groups: tuple[GroupKind, ...]) ->
     engine.step()
     computed = [step.computed["beside"] for step in lose(engine, range(70))[:5]]
     assert computed == [(n, n + 1) for n in range(40, 45)]
+
+
+def test_a_group_of_caches_of_different_sizes_keeps_every_token() -> None:
+    """As of DeepSeek-V3.2: latents and what its indexer looks at, with one specification."""
+    engine = DecodeEngine(groups=("full",))
+    connect(engine.worker, "P")
+    engine.ask("a", range(80), [[1, 2, 3, 4, 5]])
+    engine.step()
+    (group,) = engine.scheduler.kv_cache_config.kv_cache_groups
+    one = group.kv_cache_spec
+    group.kv_cache_spec = UniformTypeKVCacheSpecs(
+        block_size=one.block_size, kv_cache_specs={"latents": one, "index": one}
+    )
+    request = engine.scheduler.requests["a"]
+    (blocks,) = engine.scheduler.kv_cache_manager.get_block_ids("a")
+    update(engine, request, {blocks[2]}, evict_blocks=False)
+    assert request.num_computed_tokens == 32
 
 
 @pytest.mark.parametrize("groups", LAYOUTS, ids="-".join)

@@ -22,12 +22,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import
     compute_physical_blocks_per_logical,
 )
 from vllm.logger import init_logger
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheSpec,
-    MambaSpec,
-    UniformTypeKVCacheSpecs,
-)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
+
+from vllm_overlay.v1.kv_cache_interface import is_made_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
@@ -144,9 +141,7 @@ def refuse_unpairable_hybrid(worker: NixlConnectorWorker, peer: NixlAgentMetadat
 
 def holds_all_tokens(spec: KVCacheSpec) -> bool:
     """Whether a group keeps every token's KV, or a state (which has no tokens to pair)."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(holds_all_tokens, spec.kv_cache_specs.values()))
-    return isinstance(spec, FullAttentionSpec | MambaSpec)
+    return is_made_of(spec, FullAttentionSpec | MambaSpec)
 
 
 def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:

@@ -17,18 +17,17 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import FullAttentionSpec, UniformTypeKVCacheSpecs
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     transfer_group_ids,
     transfer_groups,
 )
+from vllm_overlay.v1.kv_cache_interface import keeps_all
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-    from vllm.v1.kv_cache_interface import KVCacheSpec
 
 _NULL_BLOCK = 0
 """Id of the block that stands for none: `BlockPool` takes its first one for that."""
@@ -182,10 +181,3 @@ def _hits(worker: Any, meta: ReqMeta) -> list[int] | None:  # noqa: ANN401 - of 
         return None
     counted: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())
     return [counted[i] for i in transfer_group_ids(worker.kv_cache_config)] if counted else None
-
-
-def keeps_all(spec: KVCacheSpec) -> bool:
-    """Whether a group's blocks are named from the first token on."""
-    if isinstance(spec, UniformTypeKVCacheSpecs):
-        return all(map(keeps_all, spec.kv_cache_specs.values()))
-    return isinstance(spec, FullAttentionSpec)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import CrossAttentionSpec, MambaSpec
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.prompt_blocks import keeps_all
+from vllm_overlay.v1.kv_cache_interface import keeps_all
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
