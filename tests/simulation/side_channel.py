@@ -126,7 +126,7 @@ class LeaseTalk:
             yield self._replies.popleft()
 
     def _talk(self, peer: Any, question: Any) -> None:  # noqa: ANN401
-        frames = list(lease_questions.question_frames(peer, question))
+        frames = list(lease_questions.question_frames(question))
         reply = lease_questions.read_reply(self._reach(f"tcp://{peer.host}:{peer.port}", frames))
         if reply is not None:
             self._replies.append(reply)

@@ -29,6 +29,7 @@ class SideChannel:
     """Where an engine listens for handshakes; a context manager.
 
     Attributes:
+        messages: what peers have sent.
         asked: the ranks that were asked for, in order; each is answered if `answers` says so.
     """
 
@@ -41,6 +42,7 @@ class SideChannel:
         tp_size: int = 1,
         answers: Callable[[int], bool] = lambda rank: True,
     ) -> None:
+        self.messages: list[bytes] = []
         self.asked: list[int] = []
         self._describe: Callable[[int], bytes] = lambda rank: _payload(
             worker, engine_id, rank, tp_size
@@ -67,6 +69,7 @@ class SideChannel:
             if not self._socket.poll(20):
                 continue
             identity, _, question = self._socket.recv_multipart()
+            self.messages.append(question)
             _, *place = msgspec.msgpack.decode(question)
             self.asked.append(place[-1])
             # With a pipeline rank comes the time of the peer's clock.

@@ -18,8 +18,9 @@ import copy
 import functools
 import uuid
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
+from itertools import count as count_up
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -77,7 +78,7 @@ class _Read:
     token: str
     blocks: frozenset[int]
     check: ReadCheck
-    reader: str = field(default_factory=lambda: uuid.uuid4().hex)
+    reader: str
     over: bool = False
     failed: bool = False
 
@@ -89,6 +90,7 @@ class ConfirmedReads:
         self.book = open_book()
         self.questions = LeaseQuestions()
         self.agents: set[str] = set()  # of the engine's own workers, once they have reported
+        self._name, self._numbers = uuid.uuid4().hex, count_up()
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
         self._unsigned: list[_Read] = []
@@ -102,8 +104,9 @@ class ConfirmedReads:
             self._say_unconfirmed(engine, "its kv_transfer_params announce no lease")
             return
         asked = now()
-        peer = Peer(params["remote_host"], int(params["remote_port"]), "pp_size" in params)
-        read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked))
+        peer = Peer(params["remote_host"], int(params["remote_port"]))
+        reader = f"{self._name}-{next(self._numbers)}"
+        read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked), reader)
         self._forget(request.request_id)
         self._reads[read.req_id] = self._readers[read.reader] = read
         if self.agents:
@@ -297,5 +300,6 @@ def asks_about_lease(update: _Method) -> _Method:
 
 def lease_ended(worker: Any, req_id: str) -> None:  # noqa: ANN401 - `NixlConnectorWorker` or kin
     """Note that a worker of P gives up blocks that nobody has read, for its next report."""
-    worker.__dict__.setdefault("_ended_leases", set()).add(req_id)
+    if "_heard" in vars(worker):  # there is one, as in `inbox`
+        vars(worker).setdefault("_ended_leases", set()).add(req_id)
     count(Acted.LEASE_ENDED)

@@ -8,12 +8,14 @@ place of one that has it, answers a question with its metadata, and that is no a
 D's scheduler asks and goes on. ZeroMQ's own threads talk to P, and what P said is there for a later
 step. A connection can die without a word while nothing is said (a firewall forgets it, P's machine
 is lost), so ZeroMQ looks once a second whether P is still there, and connects anew if not. What was
-on the way is lost then: `read_check` has it asked again.
+on the way is lost then: `read_check` has it asked again. A connection that nobody needs goes soon:
+ZeroMQ would try for ever to have it again, at an address that may be somebody else's by then.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 import weakref
@@ -59,8 +61,19 @@ may have it by then, and that one says of every lease that it is gone."""
 SLOW = 1.0
 """Seconds after which a lookup is not waited for where an older address is known."""
 
-_ALIVE = {zmq.HEARTBEAT_IVL: 1.0, zmq.HEARTBEAT_TIMEOUT: 2.0, zmq.CONNECT_TIMEOUT: 2.0}
-"""Seconds between looks whether a peer is there, until it is given up, and to connect to it."""
+IDLE = 10.0
+"""Seconds after which a connection over which nothing was asked is closed, in the next step with
+reads."""
+
+_ALIVE = {
+    zmq.HEARTBEAT_IVL: 1.0,
+    zmq.HEARTBEAT_TIMEOUT: 2.0,
+    zmq.CONNECT_TIMEOUT: 2.0,
+    zmq.RECONNECT_IVL: 0.5,
+    zmq.RECONNECT_IVL_MAX: 2.0,
+}
+"""Seconds between looks whether a peer is there, until it is given up, to connect to it, and
+between tries to. A P that was lost is asked again within `PATIENCE`."""
 
 PAUSE = 1.0
 """Seconds after which vLLM's listener looks whether it has to end, if no handshake comes: its own
@@ -71,8 +84,21 @@ MARK = b"kvfix lease 1"
 
 _Said = TypeVar("_Said")
 
-_GET_META = b"get_meta_msg"
-"""What begins a handshake, in every release."""
+
+def _first_rank() -> tuple[bytes | int, ...]:
+    """Return what a handshake of this release asks P's first rank with.
+
+    From 0.26.0 on it names the pipeline stage as well. A stock P's listener ends at anything else.
+    """
+    try:
+        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
+    except ImportError:  # up to 0.19.1
+        return b"get_meta_msg", 0
+    stage = (0,) if "pp_size" in ReqMeta.__dataclass_fields__ else ()
+    return b"get_meta_msg", *stage, 0
+
+
+_HANDSHAKE = msgspec.msgpack.encode(_first_rank())
 
 
 class Question(NamedTuple):
@@ -100,11 +126,10 @@ class Reply(NamedTuple):
 
 
 class Peer(NamedTuple):
-    """Where a P listens, and whether a handshake names its pipeline stage (from 0.26.0 on)."""
+    """Where a P listens."""
 
     host: str
     port: int
-    stages: bool
 
 
 # ---------------------------------------------------------------- P
@@ -168,13 +193,43 @@ def answer(frame: bytes) -> bytes | None:
 # ---------------------------------------------------------------- D
 
 
+class _Connection:
+    """A socket that is connected to a P, or is to be.
+
+    Attributes:
+        used: When something was last asked.
+        awaited: Answers that have not come; some of them never will.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self._socket = socket
+        self.used = float("-inf")
+        self.awaited = 0
+
+    def ask(self, question: Question) -> None:
+        self._socket.send_multipart(question_frames(question), zmq.NOBLOCK)
+        self.used = now()
+        self.awaited += 1
+
+    def replies(self) -> Iterator[Reply]:
+        with contextlib.suppress(zmq.Again):
+            for _ in range(min(self.awaited, MAX_REPLIES)):
+                reply = read_reply(self._socket.recv_multipart(zmq.NOBLOCK))
+                self.awaited -= 1
+                if reply is not None:
+                    yield reply
+
+    def close(self) -> None:
+        self._socket.close()
+
+
 class LeaseQuestions:
     """Asks about leases without waiting. Not for more than one thread."""
 
     def __init__(self) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._sockets: OrderedDict[tuple[str, int], zmq.Socket[bytes]] = OrderedDict()
-        self._poller = zmq.Poller()
+        # That which was used last comes last.
+        self._connections: OrderedDict[tuple[str, int], _Connection] = OrderedDict()
         self._names = _Names()
         self._nameless: deque[tuple[Peer, Question]] = deque(maxlen=MAX_NAMES)
 
@@ -185,8 +240,7 @@ class LeaseQuestions:
             self._nameless.append((peer, question))
             return
         try:
-            connected = self._connected(address, peer.port)
-            connected.send_multipart(question_frames(peer, question), zmq.NOBLOCK)
+            self._connected(address, peer.port).ask(question)
         except zmq.ZMQError as error:  # no such host, or it takes nothing more
             logger.debug("Cannot ask %s about a lease: %s", peer, error)
 
@@ -196,18 +250,16 @@ class LeaseQuestions:
             peer, question = self._nameless.popleft()
             if now() - question.asked < PATIENCE:
                 self.ask(peer, question)
-        for socket, _ in self._poller.poll(0):
-            with contextlib.suppress(zmq.Again):
-                for _ in range(MAX_REPLIES):
-                    reply = read_reply(socket.recv_multipart(zmq.NOBLOCK))
-                    if reply is not None:
-                        yield reply
+        for connection in self._connections.values():
+            if connection.awaited:
+                yield from connection.replies()
+        self._close_idle()
 
-    def _connected(self, address: str, port: int) -> zmq.Socket[bytes]:
+    def _connected(self, address: str, port: int) -> _Connection:
         peer = address, port
-        if peer in self._sockets:
-            self._sockets.move_to_end(peer)
-            return self._sockets[peer]
+        if peer in self._connections:
+            self._connections.move_to_end(peer)
+            return self._connections[peer]
         socket = self._make_socket()
         try:
             socket.setsockopt(zmq.IPV6, int(":" in address))
@@ -215,18 +267,22 @@ class LeaseQuestions:
         except zmq.ZMQError:
             socket.close()
             raise
-        self._poller.register(socket, zmq.POLLIN)
-        self._sockets[peer] = socket
-        if len(self._sockets) > MAX_PEERS:
-            _, oldest = self._sockets.popitem(last=False)
-            self._poller.unregister(oldest)
-            oldest.close()
-        return socket
+        self._connections[peer] = connection = _Connection(socket)
+        if len(self._connections) > MAX_PEERS:
+            self._connections.popitem(last=False)[1].close()
+        return connection
+
+    def _close_idle(self) -> None:
+        while self._connections:
+            oldest = next(iter(self._connections.values()))
+            if now() - oldest.used <= IDLE:
+                return
+            self._connections.popitem(last=False)[1].close()
 
     def _make_socket(self) -> zmq.Socket[bytes]:
         if self._context is None:  # of its own: it ends with this object
             self._context = zmq.Context()
-            weakref.finalize(self, _close, self._context, self._sockets).atexit = False
+            weakref.finalize(self, _close, self._context, self._connections).atexit = False
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.LINGER, 0)
         for option, seconds in _ALIVE.items():
@@ -234,10 +290,10 @@ class LeaseQuestions:
         return socket
 
 
-def _close(context: zmq.Context[Any], sockets: Mapping[Any, zmq.Socket[bytes]]) -> None:
+def _close(context: zmq.Context[Any], connections: Mapping[Any, _Connection]) -> None:
     """End ZeroMQ's threads, which they do not before all sockets are closed."""
-    for socket in sockets.values():
-        socket.close()
+    for connection in connections.values():
+        connection.close()
     context.term()
 
 
@@ -264,8 +320,9 @@ class _Names:
 
         None while that is not known, for whoever asks again.
         """
-        if is_address(host):
-            return host
+        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+        if is_address(bare):
+            return bare
         known = self._known.get(host)
         if known is None or known.found < min(since, now() - FRESH):
             if host not in self._under_way and len(self._under_way) < MAX_LOOKUPS:
@@ -297,6 +354,7 @@ class _Names:
             self._under_way.pop(host, None)
 
 
+@functools.lru_cache(MAX_NAMES)
 def is_address(host: str) -> bool:
     """Whether a host is given as an address."""
     try:
@@ -306,10 +364,9 @@ def is_address(host: str) -> bool:
     return True
 
 
-def question_frames(peer: Peer, question: Question) -> tuple[bytes, bytes]:
+def question_frames(question: Question) -> tuple[bytes, bytes]:
     """Return what is sent to a P: the question, and the handshake that it looks like."""
-    first_rank = (_GET_META, 0, 0) if peer.stages else (_GET_META, 0)
-    return MARK + msgspec.msgpack.encode(question), msgspec.msgpack.encode(first_rank)
+    return MARK + msgspec.msgpack.encode(question), _HANDSHAKE
 
 
 def read_reply(frames: list[bytes]) -> Reply | None:

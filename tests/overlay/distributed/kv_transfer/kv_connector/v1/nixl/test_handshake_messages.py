@@ -19,7 +19,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake_message
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
-    Peer,
     Question,
     answers_questions,
     question_frames,
@@ -151,7 +150,7 @@ def test_questions_about_leases_are_answered_in_between(
     raw, peer = sockets
     question = Question("of nobody", "d", frozenset(), 1.5)
     peer.send_multipart([b"", b"no handshake"])
-    peer.send_multipart(question_frames(Peer("", 0, stages=False), question))
+    peer.send_multipart(question_frames(question))
     peer.send_multipart([b"", packed(META, 0)])
     with answers_questions(contextlib.nullcontext(raw)) as socket:
         _, *rest = receive_handshake(socket, 2)

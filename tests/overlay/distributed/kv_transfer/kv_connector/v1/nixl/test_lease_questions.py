@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from tests.support.harness import HarnessError
+from tests.support.side_channel import Fleet
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_questions
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
@@ -39,7 +40,7 @@ class Listening:
         self.raw = raw
         raw.bind(f"tcp://{host}:{port or '*'}")
         bound = raw.getsockopt_string(zmq.LAST_ENDPOINT)
-        self.peer = Peer(host, int(bound.rpartition(":")[2]), stages=True)
+        self.peer = Peer(host, int(bound.rpartition(":")[2]))
 
     def handed_on(self, seconds: float = 0.2) -> list[bytes] | None:
         """Listen for so long: what comes that is no question."""
@@ -158,12 +159,14 @@ def test_a_handshake_is_handed_on(p: Listening) -> None:
     assert frames[1:] == [b"", b"handshake"]
 
 
-@pytest.mark.parametrize("stages", [True, False])
-def test_a_stock_listener_takes_a_question_for_a_handshake(stages: bool) -> None:
-    """It unpacks three frames, decodes the last, and looks up the rank; else its thread ends."""
-    peer = Peer("127.0.0.1", 1, stages)
-    _, asked = question_frames(peer, Question("token", "d", AGENTS, 1.0))
-    assert msgspec.msgpack.decode(asked) == [b"get_meta_msg", *[0] * (1 + stages)]
+def test_a_stock_listener_takes_a_question_for_a_handshake() -> None:
+    """It unpacks what comes as it unpacks a handshake of this release; else its thread ends."""
+    with Fleet() as fleet:
+        place = fleet.serve("P")
+        fleet.read()
+        assert fleet.until(fleet.reads)
+    _, looks_like = question_frames(Question("token", "d", AGENTS, 1.0))
+    assert [looks_like] == place.messages
 
 
 @pytest.mark.parametrize(
@@ -329,16 +332,50 @@ def test_no_more_peers_are_kept_than_that(p: Listening, monkeypatch: pytest.Monk
     monkeypatch.setattr(lease_questions, "MAX_PEERS", 1)
     questions = LeaseQuestions()
     for port in (1, 2, 3):  # where nobody listens
-        questions.ask(Peer("127.0.0.1", port, stages=True), Question("t", "d", AGENTS, 1.0))
+        questions.ask(Peer("127.0.0.1", port), Question("t", "d", AGENTS, 1.0))
     questions.ask(p.peer, Question("t", "last", AGENTS, 1.0))
     assert [reply.reader for reply in replies(questions, p)] == ["last"]
 
 
 def test_a_host_that_cannot_be_reached_keeps_nobody_waiting(p: Listening) -> None:
     questions = LeaseQuestions()
-    questions.ask(Peer("no such host", 70000, stages=True), Question("t", "d", AGENTS, 1.0))
+    questions.ask(Peer("no such host", 70000), Question("t", "d", AGENTS, 1.0))
     questions.ask(p.peer, Question("t", "next", AGENTS, 1.0))
     assert [reply.reader for reply in replies(questions, p)] == ["next"]
+
+
+def test_who_is_not_asked_any_more_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ tries for ever to have a connection again, and a client may have named any port."""
+    monkeypatch.setattr(lease_questions, "IDLE", 1.0)
+    questions = LeaseQuestions()
+    with socket.create_server(("127.0.0.1", 0)) as refuses:
+        refuses.settimeout(0.05)
+        questions.ask(Peer(*refuses.getsockname()), Question("t", "d", AGENTS, 1.0))
+
+        def connects(seconds: float) -> int:
+            count, end = 0, time.monotonic() + seconds
+            while time.monotonic() < end:
+                assert not list(questions.replies())
+                with contextlib.suppress(TimeoutError):
+                    refuses.accept()[0].close()
+                    count += 1
+            return count
+
+        assert 1 <= connects(1.5) <= 5
+        assert connects(1.5) == 0
+
+
+def test_a_host_in_brackets_is_an_address(names: Names) -> None:
+    """vLLM takes it so for its side channel."""
+    context = zmq.Context()
+    with context.socket(zmq.ROUTER) as raw:
+        raw.setsockopt(zmq.IPV6, 1)
+        p = Listening(raw, host="[::1]")
+        questions = LeaseQuestions()
+        questions.ask(p.peer, Question("t", "d", AGENTS, 1.0))
+        assert [reply.reader for reply in replies(questions, p)] == ["d"]
+    context.destroy(linger=0)
+    assert names.asked == []
 
 
 def test_no_more_replies_are_taken_at_once_than_that(
@@ -364,7 +401,7 @@ def test_nothing_is_left_of_who_has_asked() -> None:
 
     before = threads()
     questions = LeaseQuestions()
-    questions.ask(Peer("127.0.0.1", 1, stages=True), Question("t", "d", AGENTS, 1.0))
+    questions.ask(Peer("127.0.0.1", 1), Question("t", "d", AGENTS, 1.0))
     assert threads() > before
     del questions
     assert threads() == before
