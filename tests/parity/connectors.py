@@ -256,7 +256,7 @@ def refused_by_the_name_that_its_router_gave(connector: str) -> Observed:
         async with serving("--api-key", "secret", connector=connector) as server:
             request = good_body(COMPLETIONS, copy.deepcopy(PARAMS["Mooncake's"]))
             answer = await server.post(
-                "/invocations", request | WRONG[0] | {"request_id": 2 * name}
+                "/invocations", request | WRONG[1] | {"request_id": 2 * name}
             )
             await asyncio.sleep(0.05)
             return {"status": answer.status, "told": [r.request_id for r in server.core.requests]}

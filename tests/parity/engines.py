@@ -106,8 +106,7 @@ def receives(kind: str) -> Observed:
     return observed
 
 
-def _received(mla: bool, tp_size: int) -> Observed:
-    worker = make_worker(mla=mla)
+def _received(worker: Any, tp_size: int = 1) -> Observed:  # noqa: ANN401 - of any release
     connect(worker, "P", tp_size)
     receive(worker, local_blocks=[[1, 2]], remote_blocks=[[5, 6]], tp_size=tp_size)
     nixl = nixl_of(worker)
@@ -123,13 +122,31 @@ def _received(mla: bool, tp_size: int) -> Observed:
 def a_worker_receives(variant: str) -> Observed:
     """The worker alone, with one and two ranks at P."""
     kind, tp_size = variant.split(", ")
-    return _received(kind == "latent", int(tp_size))
+    return _received(make_worker(mla=kind == "latent"), int(tp_size))
 
 
 @scenario(shows={"40449": "P's rank that is skipped hears D's name of the request"})
 def a_worker_receives_a_latent_cache_of_two_ranks() -> Observed:
     """Both ranks of P have the whole cache; one is read, the other told."""
-    return _received(mla=True, tp_size=2)
+    return _received(make_worker(mla=True), tp_size=2)
+
+
+@scenario("its constructor", "its reads")
+def a_plugins_worker_receives(what: str) -> Observed:
+    """Plugins for other hardware put methods of theirs in the place of upstream's."""
+    worker: Any = make_worker()
+    if what == "its constructor":
+        made, worker = worker, object.__new__(type(worker))
+        for name, value in vars(made).items():  # all that upstream's makes
+            if not type(value).__module__.startswith("vllm_overlay"):
+                vars(worker)[name] = value
+        return _received(worker)
+    failed = getattr(worker, "_failed_recv_reqs", None)
+    if failed is None:
+        raise LeftOutError("this release's worker has no _failed_recv_reqs")
+    note = failed.add if isinstance(failed, set) else failed.put
+    worker._read_blocks_for_req = lambda req_id, meta: note(req_id)
+    return _received(worker)
 
 
 # ---------------------------------------------------------------- handshakes

@@ -125,8 +125,8 @@ class Asked:
     """One receive that the worker was asked for.
 
     `remote_id` is P's id for the request, new for each receive; `blocks` are ours, empty for a
-    receive that nobody awaits. `failed` and `over` are what the machine knows to be true, from
-    what it let NIXL do.
+    receive that nobody awaits. `failed`, `connected` and `strange` (no handshake for it came about)
+    are what the machine knows to be true, from what it let NIXL and the peers do.
     """
 
     req_id: str
@@ -136,6 +136,7 @@ class Asked:
     sensible: bool
     failed: bool = False
     connected: bool = False
+    strange: bool = False
     invalid: frozenset[int] = frozenset()
     processed: int = 0
     reported: bool = False
@@ -143,7 +144,10 @@ class Asked:
 
 
 class _Handshakes:
-    """Runs handshakes when the machine says, each on a thread of its own."""
+    """Runs handshakes when the machine says, each on a thread of its own.
+
+    What has no argument is no handshake, and marks a place in the line: nothing waits for it.
+    """
 
     def __init__(self) -> None:
         self._pending: list[tuple[Future[Any], Callable[[], Any]]] = []
@@ -151,6 +155,9 @@ class _Handshakes:
 
     def submit(self, function: Callable[..., Any], *args: Any) -> Future[Any]:  # noqa: ANN401
         future: Future[Any] = Future()
+        if not args:
+            future.set_result(None)
+            return future
         self._pending.append((future, lambda: function(*args)))
         if self.at_once:  # it has ended before the worker looks again
             self.run()
@@ -381,11 +388,14 @@ class ReceiveMachine(RuleBasedStateMachine):
     def _after_handshakes(self) -> None:
         """Note which receives found their peer, and which never will."""
         for asked in self.asked:
-            if asked.failed or self._begun(asked):
+            refused = asked.failed and asked.sensible  # which says no more of its peer
+            if refused or asked.strange or self._begun(asked):
                 continue
             # A peer that was met may have to be met anew before this one's turn comes.
             asked.connected = asked.engine in self.worker._remote_agents
-            asked.failed = not (asked.connected or asked.engine in self.worker._handshake_futures)
+            waits = asked.connected or asked.engine in self.worker._handshake_futures
+            asked.strange = not waits
+            asked.failed |= asked.strange
 
     def _begun(self, asked: Asked) -> bool:
         """Whether it is over, was read for, or P was told: it needs no connection to be made."""

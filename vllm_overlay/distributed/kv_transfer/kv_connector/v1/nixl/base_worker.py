@@ -35,14 +35,12 @@ def count_failed_handshakes(worker: NixlBaseConnectorWorker) -> None:
         stats.record_failed_handshake()
 
 
-def handshake_failed(
-    worker: NixlBaseConnectorWorker, req_id: ReqId, meta: ReqMeta, error: Exception
-) -> None:
+def handshake_failed(worker: Any, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:  # noqa: ANN401
     """Hand a receive whose handshake has failed over to the main thread.
 
     Up to 0.29.0, where only a worker that pulls shakes hands for a request.
     """
-    vars(worker)["_receives"].handshake_failed(req_id, meta, error)
+    worker._receives.handshake_failed(req_id, meta, error)
 
 
 def take_ready(worker: Any, start: Callable[[ReqId, ReqMeta], None]) -> None:  # noqa: ANN401
@@ -70,7 +68,7 @@ def transfer_done(worker: NixlBaseConnectorWorker, req_id: ReqId, handle: Transf
 
     Its KV is there, whatever happens to telemetry or handle.
     """
-    receives: Any = vars(worker).get("_receives")  # of a worker that pulls, up to 0.29.0
+    receives: Any = getattr(worker, "_receives", None)  # of a worker that pulls, up to 0.29.0
     if receives is not None:
         receives.read_done(req_id, handle)
         return

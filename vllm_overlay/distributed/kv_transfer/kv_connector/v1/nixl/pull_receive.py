@@ -34,9 +34,9 @@ _Worker = Any
 _ReadBlocks = Callable[..., None]
 
 
-def _receives_of(worker: NixlBaseConnectorWorker) -> Receives:
-    """What the hook in the constructor has made; which class it is differs from fix to fix."""
-    receives: Receives = vars(worker)["_receives"]
+def _receives_of(worker: _Worker) -> Receives:
+    """What the hook in the class makes; which class it is differs from fix to fix."""
+    receives: Receives = worker._receives
     return receives
 
 
@@ -44,7 +44,7 @@ def _receives_of(worker: NixlBaseConnectorWorker) -> Receives:
 
 
 class TakesReceives(NixlBaseConnectorWorker):
-    """A base for `NixlPullConnectorWorker`, which makes its `_receives`."""
+    """A base for `NixlPullConnectorWorker`, which names its `_receives`."""
 
     def _pop_done_transfers(self, transfers: dict[str, list[TransferHandle]]) -> set[ReqId]:
         receives = _receives_of(self)

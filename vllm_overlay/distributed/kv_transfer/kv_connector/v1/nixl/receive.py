@@ -28,8 +28,9 @@ which blocks are invalid no later than that; a P rank hears of each read that co
 itself, and of each that will never complete from us. Failures are counted and logged, and none
 of them leaves `start_load_kv` or `get_finished`.
 
-Each class below is one fix and stands on the one before it; the hook in the worker's constructor
-names the last. Everything runs on the worker's main thread but `handshake_failed`, which only
+Each class below is one fix and stands on the one before it; the hook in the worker's class names
+the last. What a plugin's worker itself puts into `_failed_recv_reqs` is reported as on stock.
+Everything runs on the worker's main thread but `handshake_failed`, which only
 puts into a queue.
 """
 
@@ -73,6 +74,19 @@ REMINDER_SECONDS = 60.0
 """Between two log lines about the same handle that NIXL does not release."""
 
 
+class _OnDemand:
+    """An attribute that is made where it is missing; two threads get the same."""
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, owner: Any, kind: type) -> Any:  # noqa: ANN401 - as it is made
+        return vars(owner).setdefault(self._name, self._make(owner))
+
+
 class FailedReceive:
     """A receive that failed and is not reported yet.
 
@@ -98,6 +112,14 @@ class Receives:
     blocks become invalid, `kv_load_failure_policy` decides in the scheduler what that means, and
     a failed receive is never synced or post-processed.
     """
+
+    @classmethod
+    def on_demand(cls) -> Any:  # noqa: ANN401 - a worker's class has it for an instance of this one
+        """Return what makes a worker's receives when they are first asked for.
+
+        The constructor may be a plugin's: vllm-gaudi's heterogeneous layouts replace it.
+        """
+        return _OnDemand(cls)
 
     def __init__(self, worker: NixlConnectorWorker) -> None:
         self._worker = worker
