@@ -309,14 +309,17 @@ LIVES: dict[str, list[str]] = {
     "loads, keeps; leaves when it has": ["step", "received", "leaves", "step", "sent"],
     "loads, keeps; leaves while it runs": ["step", "received", "step", "leaves", "step", "sent"],
     "loads; leaves before": ["leaves", "step"],
+    "loads, keeps; leaves while it does, is received": ["step", "leaves", "step", "received"],
+    "loads, keeps; leaves while it does, is sent": ["step", "leaves", "step", "sent"],
     "keeps": ["step", "step", "step", "sent"],
     "keeps; leaves while it runs": ["step", "leaves", "step", "sent"],
     "keeps; leaves before": ["leaves", "step", "sent"],
     "keeps; sent in the step after": ["step", "step", "sent"],
     "keeps; sent when another is received": ["step", "step", "+sent"],
 }
-"""What becomes of a request, with no two transfers of it under way at once: there stock is not
-right. "+" goes with the report of the next step."""
+"""What becomes of a request. Where two transfers of it are under way at once, stock is right if one
+is reported and the other never, as by connectors that are not vLLM's own. "+" goes with the report
+of the next step."""
 
 
 @scenario(*(f"{life}; {holder}" for life in LIVES for holder in HOLDERS))

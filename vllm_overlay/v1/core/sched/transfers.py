@@ -8,15 +8,19 @@ Both may be under way, in any order: with NIXL and a connector that saves in one
 or with one that does both. The scheduler has one flag for the two. It frees the blocks at the first
 report, and asserts at the second that it knows the request.
 
-Here each is awaited for itself. What nobody awaits frees nothing and ends nothing: it is logged.
+Here each is awaited for itself, where vLLM's own connectors do the work. Others have learned to
+live with the one flag: Dynamo's KVBM and LMCache's multi-process connector leave out the end of a
+save when they report that of a load. Of a request that such a one loads the first report frees, as
+on stock. What nobody awaits frees nothing and ends nothing: it is logged.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from vllm.logger import init_logger
@@ -31,6 +35,12 @@ if TYPE_CHECKING:
 
 log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
+_OWN = "vllm.distributed.kv_transfer.kv_connector.v1."
+"""Where vLLM has its connectors."""
+
+_OF_OTHERS = ("base", "lmcache", "flexkv")
+"""What is there of everybody's, and what only calls the packages of others."""
+
 
 class Transfer(Enum):
     """What a connector does with a request's blocks while the request does not run."""
@@ -43,6 +53,8 @@ class AwaitsTransfers:
     """A base for the scheduler: it awaits every transfer of a finished request."""
 
     requests: dict[str, Request]
+    connector: Any
+    _each_is_reported = True  # of the request that finishes
 
     @functools.cached_property
     def _under_way(self) -> WeakKeyDictionary[Request, set[Transfer]]:
@@ -52,7 +64,7 @@ class AwaitsTransfers:
     def _keeps_blocks(self, request: Request, *, receiving: bool, sending: bool) -> None:
         """Note why the blocks of a request that has finished are not free yet, if they are not."""
         under_way = {Transfer.RECEIVE: receiving, Transfer.SEND: sending}
-        if any(under_way.values()):
+        if self._each_is_reported and any(under_way.values()):
             self._under_way[request] = {transfer for transfer, is_so in under_way.items() if is_so}
 
     def _ends_transfers(self, reported: KVConnectorOutput) -> KVConnectorOutput:
@@ -97,3 +109,28 @@ class AwaitsTransfers:
             "it is gone" if request is None else request.status.name,
         )
         return False
+
+
+def looks_who_loads(finish: Callable[..., Any]) -> Callable[..., Any]:
+    """Have `_connector_finished` look who loads the request, before a `MultiConnector` forgets."""
+
+    @functools.wraps(finish)
+    def wrapper(self: AwaitsTransfers, request: Request) -> Any:  # noqa: ANN401 - as upstream's
+        self._each_is_reported = _each_is_reported(self.connector, request.request_id)
+        return finish(self, request)
+
+    return wrapper
+
+
+def _each_is_reported(connector: Any, req_id: str) -> bool:  # noqa: ANN401 - of any class
+    """Whether who loads a request, or could have, reports each of its transfers."""
+    among = getattr(connector, "_connectors", (connector,))
+    loader = getattr(connector, "_requests_to_connector", {}).get(req_id)
+    return all(map(_is_vllms, among if loader is None else (among[loader],)))
+
+
+def _is_vllms(connector: object) -> bool:
+    """Whether a connector is one of vLLM's own, or derived from one."""
+    modules = (one.__module__ for one in type(connector).__mro__)
+    own = [name.removeprefix(_OWN) for name in modules if name.startswith(_OWN)]
+    return not all(name.startswith(_OF_OTHERS) for name in own)
