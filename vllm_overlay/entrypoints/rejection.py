@@ -177,11 +177,15 @@ def _data_parallel_rank(request: Request | None) -> int | None:
 
 
 def _has_key(request: Request) -> bool:
-    """Whether a request shows the API key, where one is configured, asked for it or not."""
-    for middleware in request.app.user_middleware:
+    """Whether a request shows the API key, where one is configured, asked for it or not.
+
+    Ray Serve LLM calls handlers with requests that are in no application, which has seen to that.
+    """
+    app: Any = request.scope.get("app")
+    for middleware in app.user_middleware if app is not None else ():
         guard: Any = middleware.cls  # vLLM's own has moved between its modules
         if guard.__module__.startswith("vllm.") and hasattr(guard, "verify_token"):
-            checks = guard(request.app, *middleware.args, **middleware.kwargs)
+            checks = guard(app, *middleware.args, **middleware.kwargs)
             return bool(checks.verify_token(request.headers))
     return True
 

@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from tests.support.serving_app import REMOTE, Server, serving
 
@@ -17,11 +18,15 @@ from vllm.entrypoints.openai.engine.protocol import ErrorResponse
 from vllm_overlay.v1.engine.admission import open_exchange
 
 
-async def complete(server: Server, **changes: Any) -> Any:  # noqa: ANN401 - any field, any answer
+async def complete(
+    server: Server,
+    raw: Request | None = None,
+    **changes: Any,  # noqa: ANN401 - any field
+) -> Any:  # noqa: ANN401 - any answer
     fields = {"model": "tiny", "prompt": "hi", "max_tokens": 2, "kv_transfer_params": dict(REMOTE)}
     handler = server.app.state.openai_serving_completion
     try:
-        return await handler.create_completion(CompletionRequest(**{**fields, **changes}), None)
+        return await handler.create_completion(CompletionRequest(**{**fields, **changes}), raw)
     finally:
         await server.settled()
 
@@ -33,6 +38,19 @@ def test_a_refusal_is_told_once() -> None:
             assert isinstance(refused, ErrorResponse)
             assert server.core.told == [REMOTE]
             assert server.core.admitted == []
+
+    asyncio.run(test())
+
+
+def test_a_refusal_is_told_where_the_request_is_in_no_application() -> None:
+    """As those that Ray Serve LLM makes."""
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "query_string": b""}
+
+    async def test() -> None:
+        async with serving("--api-key", "secret") as server:
+            refused = await complete(server, Request(scope), model="no-such-model")
+            assert isinstance(refused, ErrorResponse)
+            assert server.core.told == [REMOTE]
 
     asyncio.run(test())
 
