@@ -65,8 +65,11 @@ class SparesRunningSteps:
         used = set[int]().union(*self._freed)
         if not used:
             return True
+        first: KVCacheBlock | None = getattr(self.free_block_queue, "fake_free_list_head", None)
+        if first is None:  # a plugin's queue
+            return True
         passed = []
-        block = self.free_block_queue.fake_free_list_head.next_free_block
+        block = first.next_free_block
         end = self.free_block_queue.fake_free_list_tail
         while count and block is not None and block is not end:
             if block.block_id in used:

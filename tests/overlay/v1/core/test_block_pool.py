@@ -29,6 +29,14 @@ def left(pool: BlockPool, blocks: list[KVCacheBlock]) -> None:
     pool.free_blocks(blocks)
 
 
+def test_of_a_plugins_queue_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = BlockPool(4, enable_caching=False, hash_block_size=16)
+    pool.step_begins(2)
+    pool.notes_freed(pool.get_new_blocks(1))
+    monkeypatch.setattr(pool, "free_block_queue", object())
+    assert pool.has_for(16, 1)
+
+
 @pytest.mark.parametrize("seed", range(200))
 def test_a_load_takes_the_first_blocks_that_no_step_uses(seed: int) -> None:
     rng = random.Random(seed)  # noqa: S311 - repeatable, no secret

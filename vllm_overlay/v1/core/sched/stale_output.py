@@ -8,6 +8,8 @@ NIXL hands those out to be read. So such a token is dropped: the request compute
 and finishes with what it has computed, as it does from 0.27.0 on. The token was sent to nobody.
 
 Only for requests whose blocks a peer is to read. The others' tokens do not depend on their blocks.
+And only where the scheduler's own `schedule` and `update_from_output` are these or call them. In a
+plugin's with a copy of its own the token is not dropped, so it has to be counted.
 """
 
 from __future__ import annotations
@@ -24,6 +26,11 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 
+SPARE = 8
+"""Steps that may be under way beside one for each pipeline stage; vLLM has one, when it schedules
+asynchronously."""
+
+
 def _preempted_since(scheduler: Scheduler) -> dict[int, set[str]]:
     """For each step under way, by its identity: the hand-offs preempted since it was decided."""
     # Made on demand: a test may make a scheduler without its constructor.
@@ -33,13 +40,20 @@ def _preempted_since(scheduler: Scheduler) -> dict[int, set[str]]:
 
 def awaits_output(scheduler: Scheduler, decided: SchedulerOutput) -> None:
     """Hear that a step was decided; its output will come."""
-    _preempted_since(scheduler)[id(decided)] = set()
+    since = _preempted_since(scheduler)
+    since[id(decided)] = set()
+    if len(since) > scheduler.parallel_config.pipeline_parallel_size + SPARE:
+        since.clear()  # nobody says when one ends
+        scheduler.__dict__["_keeps_stale"] = True
 
 
 def is_preempted(scheduler: Scheduler, request: Request) -> None:
     """Hear that a request has lost its blocks, and will be computed anew."""
+    under_way = _preempted_since(scheduler).values()
+    if not under_way or "_keeps_stale" in scheduler.__dict__:
+        return
     if is_handed_off(scheduler.connector, request):
-        for preempted in _preempted_since(scheduler).values():
+        for preempted in under_way:
             preempted.add(request.request_id)
         # It counts what steps under way will sample for it: nothing.
         request.num_output_placeholders = 0

@@ -113,6 +113,23 @@ def test_all_else_is_as_on_stock(
         assert one.engine.handed_out == other.engine.handed_out
 
 
+@pytest.mark.parametrize("hook", ["awaits_output", "drop_stale"])
+def test_a_copy_of_the_schedulers_own_methods_has_tokens_counted_as_on_stock(
+    monkeypatch: pytest.MonkeyPatch, hook: str
+) -> None:
+    """A plugin's `schedule`, or `update_from_output`. Stock asserts that no count is negative."""
+    monkeypatch.setattr(scheduler_module, hook, lambda *_: None)
+    engine = PrefillEngine(num_blocks=4)
+    for i in range(4):  # so that there are steps which nobody ends
+        engine.prefill(f"before-{i}", range(i, i + 8), max_tokens=4, params={})
+    engine.run(12)
+    engine.prefill("first", range(100, 116), max_tokens=3, params={})
+    preempted = engine.prefill("asked", range(32))
+    engine.run(8)
+    assert preempted.num_preemptions == 1
+    assert engine.tokens["asked"] == [TOKEN]
+
+
 def test_hand_offs_are_those_that_nixl_makes() -> None:
     nixl = PrefillEngine().scheduler.connector
     several = SimpleNamespace(_connectors=[Other(nixl), nixl])
