@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from vllm.logger import init_logger
+
 from vllm_overlay.distributed.kv_transfer import fix_counts
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted
 
@@ -13,13 +15,17 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.metrics.stats import SchedulerStats
 
+logger = init_logger(f"vllm.{__name__}")
+
 NAME = "vllm:kv_transfer_fixes"
 
 
 class FixesProm:
     """`vllm:kv_transfer_fixes_total`, where a KV connector is configured.
 
-    What the API server itself counts has an empty `engine`: no engine has part in it.
+    What the API server itself counts has an empty `engine`: no engine has part in it. Counters of a
+    plugin may have other labels (vLLM-Omni's have). Where they do not take ours nothing is counted,
+    and all other metrics are as they were.
 
     Args:
         counter: the release's own class of counters, prometheus_client's or Ray's.
@@ -38,21 +44,26 @@ class FixesProm:
         transfer = config.kv_transfer_config
         if transfer is None or not transfer.kv_connector or not per_engine:
             return
-        self._engines = {
-            index: dict(zip(labelnames, values, strict=True))
-            for index, values in per_engine.items()
-        }
-        self._counter = counter(
-            name=NAME,
-            documentation="Times that a fix of kvfix has acted, by fix and reason.",
-            labelnames=[*labelnames, "fix", "reason"],
-        )
-        server = next(iter(self._engines.values())) | {"engine": ""}
-        for labels in (*self._engines.values(), server):
-            for acted in Acted:  # so that there is an increase when one acts first
-                self._counter.labels(**labels, **acted.labels)
-        self._server = server
-        fix_counts.send_to(self.count)
+        self._engines = per_engine
+        (values, *_) = per_engine.values()
+        self._server = [
+            "" if name == "engine" else value
+            for name, value in zip(labelnames, values, strict=False)
+        ]
+        try:
+            self._counter = counter(
+                name=NAME,
+                documentation="Times that a fix of kvfix has acted, by fix and reason.",
+                labelnames=[*labelnames, "fix", "reason"],
+            )
+            for labels in (*per_engine.values(), self._server):
+                for acted in Acted:  # so that there is an increase when one acts first
+                    self._counter.labels(*labels, *acted.value)
+        except Exception as error:
+            self._counter = None
+            logger.warning("%s_total is not counted: %r", NAME, error)
+        else:
+            fix_counts.send_to(self.count)
 
     def observe(self, stats: SchedulerStats | None, engine: int) -> None:
         """Count what an engine's statistics tell; those of a stock engine tell nothing."""
@@ -66,6 +77,6 @@ class FixesProm:
         """Count what the API server's own process has counted."""
         self._count(self._server, acted, times)
 
-    def _count(self, labels: Mapping[str, object], acted: Acted, times: int) -> None:
+    def _count(self, labels: Sequence[object], acted: Acted, times: int) -> None:
         # Not kept by label: up to 0.30.0, at least, Ray's counters are labelled in place.
-        self._counter.labels(**labels, **acted.labels).inc(times)
+        self._counter.labels(*labels, *acted.value).inc(times)

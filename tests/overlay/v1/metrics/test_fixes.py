@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
@@ -9,7 +10,9 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
@@ -25,7 +28,7 @@ from tests.support.metrics import (
 )
 from tests.support.nixl_worker import nixl_of
 from tests.support.serving_app import REMOTE, serving_config
-from vllm_overlay.distributed.kv_transfer.fix_counts import Acted
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.v1.metrics.fixes import FixesProm
 
 PROMPT = list(range(40))
@@ -98,6 +101,33 @@ def test_what_is_not_known_is_passed_over() -> None:
         fixes: FixesProm = logger.kv_transfer_fixes
         fixes.observe(stats, 7)
         assert page.samples(METRIC, *LABELS) == {("0", "K11", "used_twice"): 2}
+
+
+class Relabelled(prometheus_client.Counter):
+    """Counters as vLLM-Omni has them: an engine is a stage and a replica, which have numbers."""
+
+    def __init__(self, *, labelnames: list[str], **named: Any) -> None:  # noqa: ANN401 - theirs
+        at = labelnames.index("engine")
+        labelnames[at : at + 1] = ["stage", "replica"]
+        super().__init__(labelnames=labelnames, **named)
+
+    def labels(self, *values: Any, **named: Any) -> Any:  # noqa: ANN401 - theirs
+        if len(values) < len(self._labelnames):
+            raise ValueError("no such engine")
+        return super().labels(*values, **named)
+
+
+def test_a_plugins_counters_with_other_labels_cost_no_metric(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    counter = functools.partial(Relabelled, registry=CollectorRegistry())
+    labels = ["model_name", "engine"]
+    fixes = FixesProm(counter, serving_config(), labels, {0: ["tiny", "0", "1"]})
+    assert "kv_transfer_fixes_total is not counted" in caplog.text
+    stats = SchedulerStats()
+    stats.kv_transfer_fixes = {"USED_TWICE": 2}
+    fixes.observe(stats, 0)
+    count(Acted.USED_TWICE)
 
 
 API_SERVERS = """
