@@ -71,6 +71,28 @@ def test_every_changed_module_imports_without_a_gpu() -> None:
         importlib.import_module(module)
 
 
+def test_every_changed_module_may_be_imported_first() -> None:
+    """As plugins import the scheduler. What is ours is imported on the way, by halves."""
+    code = """
+import importlib, os, sys
+from tests.support import vllm_cpu
+import torch, transformers
+for name in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            vllm_cpu.prepare()
+            importlib.import_module(name)
+        except Exception as error:
+            print(name, repr(error), flush=True)
+        os._exit(0)
+    os.waitpid(child, 0)
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code, *changed_modules()]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert not [line for line in said if line.startswith("vllm.")]
+
+
 def test_the_files_are_those_of_the_build() -> None:
     command = [sys.executable, "-m", "vllm_overlay", "--check"]
     said = subprocess.run(command, capture_output=True, text=True)

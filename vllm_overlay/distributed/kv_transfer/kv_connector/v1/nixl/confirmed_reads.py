@@ -57,6 +57,9 @@ FIELD = "remote_lease"
 MAX_NAMED = 2**10
 """Peers of which it is remembered that their reads are unconfirmed, so that it is said once."""
 
+MAX_UNSIGNED = 2**10
+"""Reads that are begun before the workers' first report."""
+
 _Part = Any
 """NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
 
@@ -113,6 +116,10 @@ class ConfirmedReads:
             self._ask(read, asked)
         else:  # P has to know whose they are
             self._unsigned.append(read)
+        if (
+            len(self._unsigned) > MAX_UNSIGNED
+        ):  # a scheduler with an `update_from_output` of its own
+            self._drop(self._unsigned.pop(0))
 
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the workers' report without reads that are not confirmed yet, and with those that
@@ -171,8 +178,7 @@ class ConfirmedReads:
                 time = now()
                 read.check.asks(time)
                 self._ask(read, time)
-            elif self._readers.get(read.reader) is read:
-                self._forget(read.req_id)
+            elif self._drop(read):
                 where = printable(f"at {read.peer.host}:{read.peer.port}")
                 self._say_unconfirmed(where, "the workers of this one make no report")
         self._unsigned.clear()
@@ -217,6 +223,13 @@ class ConfirmedReads:
     def _ask(self, read: _Read, time: float) -> None:
         question = Question(read.token, read.reader, frozenset(self.agents), time)
         self.questions.ask(read.peer, question)
+
+    def _drop(self, read: _Read) -> bool:
+        """Forget a read, if it has not been; it is used as on stock."""
+        known = self._readers.get(read.reader) is read
+        if known:
+            self._forget(read.req_id)
+        return known
 
     def _forget(self, req_id: str) -> None:
         read = self._reads.pop(req_id, None)

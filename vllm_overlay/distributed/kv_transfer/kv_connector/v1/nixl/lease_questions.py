@@ -22,6 +22,7 @@ import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from importlib import import_module
 from ipaddress import ip_address
 from socket import AF_INET, SOCK_STREAM, getaddrinfo
 from typing import Any, NamedTuple, TypeVar, cast
@@ -85,20 +86,20 @@ MARK = b"kvfix lease 1"
 _Said = TypeVar("_Said")
 
 
-def _first_rank() -> tuple[bytes | int, ...]:
+@functools.cache
+def _handshake() -> bytes:
     """Return what a handshake of this release asks P's first rank with.
 
     From 0.26.0 on it names the pipeline stage as well. A stock P's listener ends at anything else.
+    Looked up when it is needed: who imports the scheduler first is in the middle of this package.
     """
     try:
-        from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
-    except ImportError:  # up to 0.19.1
-        return b"get_meta_msg", 0
-    stage = (0,) if "pp_size" in ReqMeta.__dataclass_fields__ else ()
-    return b"get_meta_msg", *stage, 0
-
-
-_HANDSHAKE = msgspec.msgpack.encode(_first_rank())
+        metadata = import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    except ModuleNotFoundError:  # up to 0.19.1
+        stages = False
+    else:
+        stages = "pp_size" in metadata.ReqMeta.__dataclass_fields__
+    return msgspec.msgpack.encode((b"get_meta_msg", *((0, 0) if stages else (0,))))
 
 
 class Question(NamedTuple):
@@ -366,7 +367,7 @@ def is_address(host: str) -> bool:
 
 def question_frames(question: Question) -> tuple[bytes, bytes]:
     """Return what is sent to a P: the question, and the handshake that it looks like."""
-    return MARK + msgspec.msgpack.encode(question), _HANDSHAKE
+    return MARK + msgspec.msgpack.encode(question), _handshake()
 
 
 def read_reply(frames: list[bytes]) -> Reply | None:

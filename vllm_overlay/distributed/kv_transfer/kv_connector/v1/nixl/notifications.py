@@ -280,7 +280,7 @@ def _ours(method: Callable[..., Any]) -> Any:  # noqa: ANN401 - the same
 
 
 def _is_ours(worker: type, name: str) -> bool:
-    return getattr(getattr(worker, name), "knows_parts", None) is True
+    return getattr(getattr(worker, name, None), "knows_parts", None) is True
 
 
 # ---------------------------------------------------------------- hooks

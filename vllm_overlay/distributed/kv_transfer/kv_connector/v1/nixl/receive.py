@@ -84,7 +84,7 @@ class _OnDemand:
         self._name = name
 
     def __get__(self, owner: Any, kind: type) -> Any:  # noqa: ANN401 - as it is made
-        return vars(owner).setdefault(self._name, self._make(owner))
+        return self if owner is None else vars(owner).setdefault(self._name, self._make(owner))
 
 
 class FailedReceive:

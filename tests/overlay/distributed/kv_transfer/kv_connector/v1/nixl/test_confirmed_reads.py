@@ -256,6 +256,24 @@ def test_a_p_whose_workers_make_no_report_announces_nothing(
         assert FIELD not in mute.prefill("at-p", PROMPT)
 
 
+def test_a_scheduler_that_settles_nothing_fills_no_table(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a plugin's with an `update_from_output` of its own. Its reads are used as on stock."""
+    monkeypatch.setattr(module, "MAX_UNSIGNED", 2)
+    d = decode_server()
+    reads = confirmed_reads(d.part)
+    assert reads is not None
+    reads.agents.clear()  # it has settled the first step
+    monkeypatch.setattr(reads, "settle", lambda _, output: output)
+    for i in range(4):
+        offer = p.prefill(f"at-p-{i}", [i, *PROMPT])
+        d.send(f"r{i}", [i, *PROMPT], offer)
+        d.step()
+    assert used(end(d), "r3")
+    assert len(reads._reads) == len(reads._readers) == len(reads._unsigned) == 2
+
+
 @pytest.mark.parametrize("token", [7, None, "x" * 65, ["x"]])
 def test_a_token_that_is_none_is_as_if_there_were_none(
     p: PrefillServer, asked: list[Question], token: object

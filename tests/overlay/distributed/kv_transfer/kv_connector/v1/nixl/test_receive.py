@@ -210,6 +210,13 @@ def break_off(engine_id: str, tp_size: int) -> dict[int, str]:
     raise RuntimeError("timed out")
 
 
+def test_receives_are_made_once_for_each_worker_and_for_no_class() -> None:
+    one, other = make_worker(), make_worker()
+    assert one._receives is one._receives
+    assert one._receives is not other._receives
+    assert mock.create_autospec(type(one))  # looks at all that a class has
+
+
 @pytest.mark.parametrize("groups", [("full",), ("full", "sliding")])
 def test_a_receive_without_blocks_leaves_nothing_behind(groups: Any) -> None:  # noqa: ANN401
     worker = make_worker(groups=groups)
