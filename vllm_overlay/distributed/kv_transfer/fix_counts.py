@@ -38,12 +38,6 @@ class Acted(Enum):
     UNAWAITED_END = "K13", "unawaited_end"
     RECEIVED_GAVE_WAY = "57104", "received_gave_way"
 
-    @property
-    def labels(self) -> dict[str, str]:
-        """The metric's own labels."""
-        fix, reason = self.value
-        return {"fix": fix, "reason": reason}
-
 
 _Sink = Callable[[Acted, int], None]
 

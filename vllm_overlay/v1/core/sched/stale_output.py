@@ -44,16 +44,12 @@ def awaits_output(scheduler: Scheduler, decided: SchedulerOutput) -> None:
     since[id(decided)] = set()
     if len(since) > scheduler.parallel_config.pipeline_parallel_size + SPARE:
         since.clear()  # nobody says when one ends
-        scheduler.__dict__["_keeps_stale"] = True
 
 
 def is_preempted(scheduler: Scheduler, request: Request) -> None:
     """Hear that a request has lost its blocks, and will be computed anew."""
-    under_way = _preempted_since(scheduler).values()
-    if not under_way or "_keeps_stale" in scheduler.__dict__:
-        return
-    if is_handed_off(scheduler.connector, request):
-        for preempted in under_way:
+    if _drops_stale(scheduler) and is_handed_off(scheduler.connector, request):
+        for preempted in _preempted_since(scheduler).values():
             preempted.add(request.request_id)
         # It counts what steps under way will sample for it: nothing.
         request.num_output_placeholders = 0
@@ -61,7 +57,11 @@ def is_preempted(scheduler: Scheduler, request: Request) -> None:
 
 def drop_stale(scheduler: Scheduler, decided: SchedulerOutput, output: ModelRunnerOutput) -> None:
     """Take out of a step's output what it has for hand-offs that were preempted since."""
-    for req_id in _preempted_since(scheduler).pop(id(decided), ()):
+    since = _preempted_since(scheduler)
+    if id(decided) not in since:
+        return
+    scheduler.__dict__["_has_dropped"] = True
+    for req_id in since.pop(id(decided)):
         index = output.req_id_to_index.get(req_id)
         if index is None:
             continue
@@ -72,6 +72,13 @@ def drop_stale(scheduler: Scheduler, decided: SchedulerOutput, output: ModelRunn
         if request is not None and hasattr(request, "discard_latest_async_tokens"):
             # Up to 0.21.0 a reset of the prefix cache has the next token dropped: this one.
             request.discard_latest_async_tokens = False
+
+
+def _drops_stale(scheduler: Scheduler) -> bool:
+    """Whether `drop_stale` is called for the steps that `awaits_output` hears of."""
+    methods = type(scheduler).schedule, type(scheduler).update_from_output
+    are_vllms = all(method.__module__.startswith("vllm.") for method in methods)
+    return are_vllms or "_has_dropped" in scheduler.__dict__
 
 
 def is_handed_off(connector: KVConnectorBase_V1 | None, request: Request) -> bool:

@@ -122,11 +122,16 @@ def looks_who_loads(finish: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _each_is_reported(connector: Any, req_id: str) -> bool:  # noqa: ANN401 - of any class
+def _each_is_reported(connector: object, req_id: str) -> bool:
     """Whether who loads a request, or could have, reports each of its transfers."""
-    among = getattr(connector, "_connectors", (connector,))
-    loader = getattr(connector, "_requests_to_connector", {}).get(req_id)
-    return all(map(_is_vllms, among if loader is None else (among[loader],)))
+    # Here: whoever imports that first has the scheduler imported on the way.
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    if not isinstance(connector, MultiConnector):
+        return _is_vllms(connector)
+    loader = connector._requests_to_connector.get(req_id)
+    among = connector._connectors if loader is None else [connector._connectors[loader]]
+    return all(_each_is_reported(one, req_id) for one in among)
 
 
 def _is_vllms(connector: object) -> bool:
