@@ -7,8 +7,9 @@ until it knows that this was in time (`read_check`). What was not is a failed re
 `kv_load_failure_policy` decides what becomes of the request, as with any other.
 
 Where a P announces nothing (stock, or told not to) all is as on stock, and D says so once for each.
-So it is where an engine's workers make no report for its scheduler: a P announces nothing before
-they have, and a D asks nothing. (Up to 0.19.1 the second model runner makes none.)
+So it is where not all of an engine's workers report to its scheduler: a P announces nothing before
+they have, and a D asks nothing. (Up to 0.19.1 the second model runner makes no report, and that of
+some plugins drops those of pipeline stages.)
 `"confirm_reads": false` in `kv_connector_extra_config` turns it off, on either side.
 """
 
@@ -89,7 +90,9 @@ class _Read:
 class ConfirmedReads:
     """What an engine's scheduler has promised to readers, and the reads that it awaits itself."""
 
-    def __init__(self) -> None:
+    def __init__(self, workers: int) -> None:
+        """Begin with nothing; the engine has so many workers, with an agent each."""
+        self._workers = workers
         self.book = open_book()
         self.questions = LeaseQuestions()
         self.agents: set[str] = set()  # of the engine's own workers, once they have reported
@@ -112,7 +115,7 @@ class ConfirmedReads:
         read = _Read(request.request_id, peer, token, blocks, ReadCheck(asked), reader)
         self._forget(request.request_id)
         self._reads[read.req_id] = self._readers[read.reader] = read
-        if self.agents:
+        if self.all_report:
             self._ask(read, asked)
         else:  # P has to know whose they are
             self._unsigned.append(read)
@@ -120,6 +123,11 @@ class ConfirmedReads:
             len(self._unsigned) > MAX_UNSIGNED
         ):  # a scheduler with an `update_from_output` of its own
             self._drop(self._unsigned.pop(0))
+
+    @property
+    def all_report(self) -> bool:
+        """Whether all of the engine's workers have made their first report."""
+        return len(self.agents) >= self._workers
 
     def settle(self, scheduler: Scheduler, output: ModelRunnerOutput) -> ModelRunnerOutput:
         """Return the workers' report without reads that are not confirmed yet, and with those that
@@ -174,13 +182,13 @@ class ConfirmedReads:
     def _sign(self) -> None:
         """Ask about what was begun before the workers made their first report, if they have."""
         for read in self._unsigned:
-            if self.agents:
+            if self.all_report:
                 time = now()
                 read.check.asks(time)
                 self._ask(read, time)
             elif self._drop(read):
                 where = printable(f"at {read.peer.host}:{read.peer.port}")
-                self._say_unconfirmed(where, "the workers of this one make no report")
+                self._say_unconfirmed(where, "not all workers of this one report")
         self._unsigned.clear()
 
     def _take_replies(self) -> None:
@@ -270,7 +278,8 @@ def confirmed_reads(part: _Part) -> ConfirmedReads | None:
         on = has_engine(part) and part.vllm_config.kv_transfer_config.get_from_extra_config(
             "confirm_reads", True
         )
-        known["_confirmed_reads"] = ConfirmedReads() if on else None
+        workers = part.vllm_config.parallel_config.world_size if on else 0
+        known["_confirmed_reads"] = ConfirmedReads(workers) if on else None
     reads: ConfirmedReads | None = known["_confirmed_reads"]
     return reads
 
@@ -287,7 +296,7 @@ def announces_lease(finish: _Method) -> _Method:
         until = self._reqs_need_send.get(request.request_id) if held and params else None
         if until is None or (reads := confirmed_reads(self)) is None:
             return held, params
-        if reads.agents:  # else nobody would say who has read the blocks
+        if reads.all_report:  # else nobody would say who has read the blocks
             params[FIELD] = reads.book.hold(request.request_id, until)
         return held, params
 
