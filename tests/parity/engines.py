@@ -137,8 +137,8 @@ def a_plugins_worker_receives(what: str) -> Observed:
     worker: Any = make_worker()
     if what == "its constructor":
         made, worker = worker, object.__new__(type(worker))
-        for name, value in vars(made).items():  # all that upstream's makes
-            if not type(value).__module__.startswith("vllm_overlay"):
+        for name, value in vars(made).items():  # all that upstream's makes, of whatever class
+            if name[0] != "_" or not type(value).__module__.startswith("vllm_overlay"):
                 vars(worker)[name] = value
         return _received(worker)
     failed = getattr(worker, "_failed_recv_reqs", None)
