@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import re
 from ipaddress import IPv4Address, IPv4Network, IPv6Address, IPv6Network, ip_address, ip_network
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.config import KVTransferConfig
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake_line import (
@@ -28,6 +27,9 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     printable,
 )
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -153,12 +155,8 @@ def peer_not_allowed(scheduler: object, params: dict[str, Any]) -> Problem | Non
 
     They name one, as `peer_problem` would have it, or ask for no blocks.
     """
-    known = vars(scheduler)
-    if "_allowed_peers" not in known:  # the constructor is a plugin's, or a test does without
-        config: Any = getattr(known.get("vllm_config"), "kv_transfer_config", None)
-        configured = isinstance(config, KVTransferConfig)
-        known["_allowed_peers"] = allowed_peers(config) if configured else None
-    peers: Peers | None = known["_allowed_peers"]
+    # By the name: vLLM's own tests make schedulers without their constructor.
+    peers: Peers | None = vars(scheduler).get("_allowed_peers")
     if peers is None or not asks_for_blocks(params):
         return None
     host, port = params["remote_host"], params["remote_port"]
