@@ -77,7 +77,7 @@ def drop_stale(scheduler: Scheduler, decided: SchedulerOutput, output: ModelRunn
 def _drops_stale(scheduler: Scheduler) -> bool:
     """Whether `drop_stale` is called for the steps that `awaits_output` hears of."""
     methods = type(scheduler).schedule, type(scheduler).update_from_output
-    are_vllms = all(method.__module__.startswith("vllm.") for method in methods)
+    are_vllms = all(str(method.__module__).startswith("vllm.") for method in methods)
     return are_vllms or "_has_dropped" in scheduler.__dict__
 
 

@@ -116,7 +116,8 @@ def looks_who_loads(finish: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(finish)
     def wrapper(self: AwaitsTransfers, request: Request) -> Any:  # noqa: ANN401 - as upstream's
-        self._each_is_reported = _each_is_reported(self.connector, request.request_id)
+        if self.connector is not None:
+            self._each_is_reported = _each_is_reported(self.connector, request.request_id)
         return finish(self, request)
 
     return wrapper
