@@ -171,13 +171,15 @@ def _together(fix: Fix, release: str) -> list[str]:
 def _say(fix: Fix, release: str, names: Collection[str], together: Collection[str]) -> None:
     now = _together(fix, release)
     out.print(f"Fix {fix.id} on {', '.join(now)}: {fix.name}/{now[0]}.patch", markup=False)
-    if left := [one for one in together if one not in now]:
-        out.print(f"[bold]As it was on {', '.join(left)}[/], which the new patch is not for")
     there = {f"{fix.name}/{path.name}" for path in patch_files(fix).values()}
     for name in names:
         gone = name.startswith(f"{fix.name}/") and name not in there
         out.print(f"  {'removed' if gone else 'wrote'} patches/{name}", markup=False)
-    out.print("Now: nox -s lint")
+    if left := [one for one in together if one not in now]:
+        out.print(f"[bold]As it was on {', '.join(left)}[/], where the new patch does not apply")
+        out.print(f"Now, if they need it too: nox -s edit -- {left[0]} {fix.id}")
+    else:
+        out.print("Now: nox -s lint")
 
 
 def changed_files(repository: Repository) -> list[str]:
