@@ -58,7 +58,7 @@ class ApplyReport:
         return {
             **seconds,
             "repack / apply": f"{self.repack_over_apply:.1f} (10 at least)",
-            "apply / copy": f"{self.apply_over_copy:.2f} (1.5 at most)",
+            "apply / copy": f"{self.apply_over_copy:.2f} (1 at most)",
             "apply / copy, CPU time": f"{self.apply_over_copy_cpu:.2f}",
             "apply / fast copy": f"{self.apply_over_fast_copy:.2f} (4 at most)",
             "peak memory of apply": f"{self.apply_peak_memory_mb} MB (under 200)",
@@ -69,7 +69,7 @@ class ApplyReport:
         """Whether `apply` is as fast and as small as kvfix promises."""
         return (
             self.repack_over_apply >= 10
-            and self.apply_over_copy <= 1.5
+            and self.apply_over_copy <= 1
             and self.apply_over_fast_copy <= 4
             and self.apply_peak_memory_mb < 200
         )

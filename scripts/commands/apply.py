@@ -29,7 +29,7 @@ from scripts.patchset.target import Target
 from scripts.project import DIST, project
 from scripts.ship.layer import ROOT_IN_IMAGE
 from scripts.system.console import entry, out, parser_of
-from scripts.wheel.build import build_wheel, own_wheel
+from scripts.wheel.build import build_pinned, build_wheel, own_wheel
 
 _UNPROVEN = """\
 All fixes together are proven (docs/status.md), and each alone, with what it depends on, on most \
@@ -47,15 +47,15 @@ def main() -> None:
     if options.tree is not None:
         _apply_to_tree(options.tree, target, registry)
         return
-    if options.wheel is None:
-        source, pinned = target.wheel_for(options.arch)
-        digest = pinned.sha256
-    else:
-        source, digest = own_wheel(target, options.wheel)
     if options.layer:
-        _difference(target, source, digest, registry, options)
+        _difference(target, registry, options)
         return
-    wheel, plan, written = build_wheel(target, source, digest, registry, options.out)
+    if options.wheel is None:
+        pinned = target.pinned_wheel(options.arch)
+        wheel, plan, written = build_pinned(target, pinned, registry, options.out)
+    else:
+        own, digest = own_wheel(target, options.wheel)
+        wheel, plan, written = build_wheel(target, own, digest, registry, options.out)
     verb = "wrote" if written else "nothing has changed: there already is"
     out.print(f"{verb} {wheel}", style="bold", markup=False)
     list_fixes(target.patches, registry, plan.offsets)
@@ -128,11 +128,14 @@ def _list(target: Target, registry: Registry, named: Sequence[str]) -> None:
         out.print(_UNPROVEN, markup=False)
 
 
-def _difference(
-    target: Target, source: Path, digest: str, registry: Registry, options: argparse.Namespace
-) -> None:
+def _difference(target: Target, registry: Registry, options: argparse.Namespace) -> None:
     from scripts.ship.difference import write_difference
 
+    if options.wheel is None:
+        source, pinned = target.wheel_for(options.arch)
+        digest = pinned.sha256
+    else:
+        source, digest = own_wheel(target, options.wheel)
     made = write_difference(target, source, digest, registry, options.out, options.root)
     verb = "wrote" if made.written else "nothing has changed: there already is"
     for path in (made.installer, made.layer):

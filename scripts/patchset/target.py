@@ -100,5 +100,13 @@ class Target:
             NotLockedError: There is none, or several.
             NetworkError: It is not in the cache and the index cannot be reached.
         """
-        file = self.locked.wheel_for(arch or platform.machine())
+        file = self.pinned_wheel(arch)
         return fetch(file), file
+
+    def pinned_wheel(self, arch: str | None = None) -> LockedFile:
+        """Return what is pinned as the stock wheel for a machine, this one by default.
+
+        Raises:
+            NotLockedError: There is none, or several.
+        """
+        return self.locked.wheel_for(arch or platform.machine())

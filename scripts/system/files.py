@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -131,17 +132,21 @@ def _fsync_folder(folder: Path) -> None:
 
 
 _CHUNK = 1 << 20  # bytes; from here on a bigger buffer no longer makes hashing faster
+_BIG_CHUNK = 1 << 25  # beside a thread that computes, which gives way only every 5 ms
 
 
-def sha256(path: Path, on_progress: Callable[[int], None] | None = None) -> str:
+def sha256(
+    path: Path, on_progress: Callable[[int], None] | None = None, chunk: int = _CHUNK
+) -> str:
     """Return the sha256 of the file at `path` as 64 lower-case hexadecimal digits.
 
     Args:
         path: The file.
         on_progress: Called after each piece with its length in bytes.
+        chunk: How many bytes a piece has.
     """
     digest = hashlib.sha256()
-    buffer = memoryview(bytearray(_CHUNK))
+    buffer = memoryview(bytearray(chunk))
     # Unbuffered: the pieces are large already, a second copy of each would only cost time.
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -149,6 +154,13 @@ def sha256(path: Path, on_progress: Callable[[int], None] | None = None) -> str:
             if on_progress is not None:
                 on_progress(count)
     return digest.hexdigest()
+
+
+@contextmanager
+def sha256_beside(path: Path) -> Iterator[Future[str]]:
+    """Yield the sha256 of the file at `path`, which another thread finds out meanwhile."""
+    with ThreadPoolExecutor(1) as thread:
+        yield thread.submit(sha256, path, chunk=_BIG_CHUNK)
 
 
 @cache

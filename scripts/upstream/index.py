@@ -11,10 +11,11 @@ import hashlib
 import logging
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.utils import (
     InvalidSdistFilename,
@@ -25,7 +26,7 @@ from packaging.utils import (
 from packaging.version import Version
 
 from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
-from scripts.system.files import only_process, replacing, sha256
+from scripts.system.files import only_process, replacing, sha256, sha256_beside
 from scripts.upstream.cache import cache_folder
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
     from scripts.upstream.lock import LockedFile
     from scripts.upstream.settings import IndexSettings
+
+_Made = TypeVar("_Made")
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,7 @@ def fetch(file: LockedFile, *, distribution: str = "vllm") -> Path:
         StorageError: The cache cannot be written.
         UsageError: The user's index settings cannot be understood.
     """
-    target = cache_folder() / "files" / file.sha256 / file.name
+    target = _place(file)
     try:
         if _is_whole(target, file.sha256):
             return target
@@ -82,6 +85,36 @@ def fetch(file: LockedFile, *, distribution: str = "vllm") -> Path:
             next_step="free space or put that right, then run the same command; "
             "KVFIX_CACHE names another folder",
         ) from error
+
+
+def fetch_and(file: LockedFile, use: Callable[[Path], _Made]) -> _Made:
+    """Return what `use` makes of the pinned `file`; one in the cache is hashed meanwhile.
+
+    What is made of one that turns out to be damaged, or is raised, does not count.
+
+    Raises:
+        KvfixError: As `fetch`, and whatever `use` does.
+    """
+    target = _place(file)
+    if target.is_file():
+        with sha256_beside(target) as digest, suppress(OSError):
+            made = _attempt(use, target)
+            if digest.result() == file.sha256:
+                return made.result()
+    return use(fetch(file))
+
+
+def _attempt(use: Callable[[Path], _Made], path: Path) -> Future[_Made]:
+    made: Future[_Made] = Future()
+    try:
+        made.set_result(use(path))
+    except Exception as error:
+        made.set_exception(error)
+    return made
+
+
+def _place(file: LockedFile) -> Path:
+    return cache_folder() / "files" / file.sha256 / file.name
 
 
 def offered(distribution: str, version: str) -> tuple[OfferedFile, ...]:

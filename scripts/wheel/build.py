@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from pathlib import Path
 from shlex import quote
 
@@ -12,7 +13,8 @@ from scripts.patchset.target import Target
 from scripts.project import DIST
 from scripts.system.errors import TouchedFileDiffersError, UsageError, WrongReleaseError
 from scripts.system.files import sha256, sweep
-from scripts.upstream.lock import final_version
+from scripts.upstream.index import fetch_and
+from scripts.upstream.lock import LockedFile, final_version
 from scripts.upstream.tree import read_source
 from scripts.wheel.plan import Plan, plan_wheel
 from scripts.wheel.reader import WheelReader
@@ -31,19 +33,39 @@ def build_wheel(
         CheckFailedError: The wheel that was written is not as it should be; it is removed.
     """
     with WheelReader(source_path) as source:
-        plan = plan_wheel(source, source_sha256, target, registry)
-        wheel = folder / plan.file_name
-        if wheel.is_file() and _is_done(source, wheel, plan):
-            sweep(wheel)
-            return wheel, plan, False
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            write_wheel(
-                source, wheel, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
-            )
-        except OSError as error:
-            error.filename = error.filename or wheel  # a full disk does not say where
-            raise
+        return _write(source, plan_wheel(source, source_sha256, target, registry), folder)
+
+
+def build_pinned(
+    target: Target, pinned: LockedFile, registry: Registry, folder: Path
+) -> tuple[Path, Plan, bool]:
+    """Do what `build_wheel` does with a pinned wheel, which is hashed while it is planned.
+
+    Raises:
+        KvfixError: As `build_wheel`, and `fetch`.
+    """
+    with ExitStack() as opened:
+
+        def plan(path: Path) -> tuple[WheelReader, Plan]:
+            source = opened.enter_context(WheelReader(path))
+            return source, plan_wheel(source, pinned.sha256, target, registry)
+
+        return _write(*fetch_and(pinned, plan), folder)
+
+
+def _write(source: WheelReader, plan: Plan, folder: Path) -> tuple[Path, Plan, bool]:
+    wheel = folder / plan.file_name
+    if wheel.is_file() and _is_done(source, wheel, plan):
+        sweep(wheel)
+        return wheel, plan, False
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        write_wheel(
+            source, wheel, dist_info=plan.dist_info, replaced=plan.replaced, added=plan.added
+        )
+    except OSError as error:
+        error.filename = error.filename or wheel  # a full disk does not say where
+        raise
     return wheel, plan, True
 
 
@@ -59,8 +81,7 @@ def patched_wheel(release: str) -> Path:
     """Build what `apply` builds for this machine by default, and return it."""
     registry = load_registry()
     target = Target.of(release, registry)
-    path, pinned = target.wheel_for()
-    return build_wheel(target, path, pinned.sha256, registry, DIST)[0]
+    return build_pinned(target, target.pinned_wheel(), registry, DIST)[0]
 
 
 def own_wheel(target: Target, path: Path) -> tuple[Path, str]:

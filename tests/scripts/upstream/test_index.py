@@ -14,7 +14,13 @@ from typing import TYPE_CHECKING
 import pytest
 
 from scripts.project import ROOT
-from scripts.system.errors import HashMismatchError, NetworkError, StorageError, UsageError
+from scripts.system.errors import (
+    BrokenWheelError,
+    HashMismatchError,
+    NetworkError,
+    StorageError,
+    UsageError,
+)
 from scripts.upstream import index
 from scripts.upstream.cache import cache_folder
 from scripts.upstream.lock import LockedFile
@@ -122,6 +128,33 @@ class TestFetch:
         cached().write_bytes(CONTENT[:-1])
         assert index.fetch(FILE).read_bytes() == CONTENT
         assert "damaged" in capsys.readouterr().err
+
+    def test_what_is_made_of_a_sound_file_counts(self, served: LocalIndex) -> None:
+        assert index.fetch_and(FILE, Path.read_bytes) == CONTENT  # fetched
+        assert index.fetch_and(FILE, Path.read_bytes) == CONTENT  # of the cache
+
+        def refuse(path: Path) -> None:
+            raise BrokenWheelError(str(path), expected="another", next_step="give up")
+
+        with pytest.raises(BrokenWheelError, match=SHA256):
+            index.fetch_and(FILE, refuse)
+
+    @pytest.mark.parametrize("error", [ValueError, OSError, None])
+    def test_what_is_made_of_a_damaged_file_does_not_count(
+        self, served: LocalIndex, error: type[Exception] | None
+    ) -> None:
+        index.fetch(FILE)
+        cached().write_bytes(CONTENT[:-1] + b"!")
+        seen: list[bytes] = []
+
+        def read(path: Path) -> bytes:
+            seen.append(path.read_bytes())
+            if error is not None and seen[-1] != CONTENT:
+                raise error("damaged")
+            return seen[-1]
+
+        assert index.fetch_and(FILE, read) == CONTENT == cached().read_bytes()
+        assert len(seen) == 2
 
     def test_damaged_file_is_never_returned(
         self, served: LocalIndex, monkeypatch: pytest.MonkeyPatch
