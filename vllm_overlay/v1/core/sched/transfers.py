@@ -54,7 +54,7 @@ class AwaitsTransfers:
 
     requests: dict[str, Request]
     connector: Any
-    _each_is_reported = True  # of the request that finishes
+    _all_ends_come = True  # of the request that finishes
 
     @functools.cached_property
     def _under_way(self) -> WeakKeyDictionary[Request, set[Transfer]]:
@@ -64,7 +64,7 @@ class AwaitsTransfers:
     def _keeps_blocks(self, request: Request, *, receiving: bool, sending: bool) -> None:
         """Note why the blocks of a request that has finished are not free yet, if they are not."""
         under_way = {Transfer.RECEIVE: receiving, Transfer.SEND: sending}
-        if self._each_is_reported and any(under_way.values()):
+        if self._all_ends_come and any(under_way.values()):
             self._under_way[request] = {transfer for transfer, is_so in under_way.items() if is_so}
 
     def _ends_transfers(self, reported: KVConnectorOutput) -> KVConnectorOutput:
@@ -117,26 +117,27 @@ def looks_who_loads(finish: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(finish)
     def wrapper(self: AwaitsTransfers, request: Request) -> Any:  # noqa: ANN401 - as upstream's
         if self.connector is not None:
-            self._each_is_reported = _each_is_reported(self.connector, request.request_id)
+            self._all_ends_come = _reports_each(self.connector, request.request_id)
         return finish(self, request)
 
     return wrapper
 
 
-def _each_is_reported(connector: object, req_id: str) -> bool:
-    """Whether who loads a request, or could have, reports each of its transfers."""
+def _reports_each(connector: object, req_id: str) -> bool:
+    """Whether who loads a request, or could have, reports the end of each of its transfers."""
     # Here: whoever imports that first has the scheduler imported on the way.
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     if not isinstance(connector, MultiConnector):
-        return _is_vllms(connector)
+        return _is_vllms(type(connector))
     loader = connector._requests_to_connector.get(req_id)
     among = connector._connectors if loader is None else [connector._connectors[loader]]
-    return all(_each_is_reported(one, req_id) for one in among)
+    return all(_reports_each(one, req_id) for one in among)
 
 
-def _is_vllms(connector: object) -> bool:
-    """Whether a connector is one of vLLM's own, or derived from one."""
-    modules = (one.__module__ for one in type(connector).__mro__)
-    own = [name.removeprefix(_OWN) for name in modules if name.startswith(_OWN)]
-    return not all(name.startswith(_OF_OTHERS) for name in own)
+@functools.cache
+def _is_vllms(kind: type) -> bool:
+    """Whether connectors of a kind are vLLM's own, or derived from one."""
+    modules = (one.__module__ for one in kind.__mro__)
+    own = (name.removeprefix(_OWN) for name in modules if name.startswith(_OWN))
+    return any(not name.startswith(_OF_OTHERS) for name in own)

@@ -119,10 +119,8 @@ class ConfirmedReads:
             self._ask(read, asked)
         else:  # P has to know whose they are
             self._unsigned.append(read)
-        if (
-            len(self._unsigned) > MAX_UNSIGNED
-        ):  # a scheduler with an `update_from_output` of its own
-            self._drop(self._unsigned.pop(0))
+            if len(self._unsigned) > MAX_UNSIGNED:  # nobody settles: a scheduler of its own
+                self._drop(self._unsigned.pop(0))
 
     @property
     def all_report(self) -> bool:

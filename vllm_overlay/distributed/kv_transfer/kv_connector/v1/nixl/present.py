@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -16,12 +17,11 @@ def connectors_in(connector: KVConnectorBase_V1 | None) -> list[Any]:
 
 
 def transfers_with_nixl(connector: KVConnectorBase_V1 | None) -> bool:
-    """Whether a scheduler's connector is NIXL's, or has one of NIXL's inside.
+    """Whether a scheduler's connector is NIXL's, or has one of NIXL's inside."""
+    return any(_is_nixls(type(one)) for one in connectors_in(connector))
 
-    By the name: upstream's connectors import the overlay, and have several files.
-    """
-    return any(
-        kind.__name__.startswith("Nixl")
-        for one in connectors_in(connector)
-        for kind in type(one).__mro__
-    )
+
+@functools.cache
+def _is_nixls(kind: type) -> bool:
+    """Say so by the name: upstream's connectors import the overlay, and have several files."""
+    return any(one.__name__.startswith("Nixl") for one in kind.__mro__)
