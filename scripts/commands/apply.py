@@ -120,6 +120,8 @@ def _list(target: Target, registry: Registry, named: Sequence[str]) -> None:
             why = "; ".join(reasons)
         elif fix.needed_on(target.release):
             why = "not chosen"
+        elif (closing := fix.closed_by(target.release)) and closing not in inside:
+            why = f"closed by {closing}, which is not chosen"
         else:
             why = fix.unpatched_on(target.release) or "the release does not have the defect"
         table.add_row(fix.id, escape(fix.headline), "✓" if fix.id in inside else "-", escape(why))

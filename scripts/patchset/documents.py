@@ -70,17 +70,19 @@ def _pins(carried: Sequence[str]) -> str:
 def _details(registry: Registry, held: dict[str, set[str]]) -> str:
     parts = [
         "# The fixes\n<!-- made by `nox -s edit -- --restamp` from patches/fixes.toml -->\n",
-        "Look for your log line, HTTP status or metric below *Symptom*.\n",
+        "Look for your log line, HTTP status or metric below *Symptom*. Fixes stand in the order in "
+        "which they are applied. A number is that of upstream's pull request; K is ours.\n",
     ]
     for fix in registry.fixes.values():
-        releases = ", ".join(release for release, ids in held.items() if fix.id in ids)
+        releases = [release for release, ids in held.items() if fix.id in ids]
+        patched = f"Patched: {', '.join(releases)}. " if releases else ""
         source = f"[{fix.upstream_pr}]({fix.upstream_url})" if fix.upstream_url else "none"
         needs = ", ".join(f"[{other}](#{other.lower()})" for other in fix.depends_on) or "nothing"
         parts.append(f"## {fix.id}\n**{fix.title[0].upper()}{fix.title[1:]}.**\n")
         for label in ("symptom", "cause", "change", "risk"):
             parts.append(f"*{label.capitalize()}.* {' '.join(getattr(fix, label).split())}\n")
         parts.append(
-            f"Patched: {releases or 'none yet'}. Upstream: {source}"
+            f"{patched}Upstream: {source}"
             f"{f', fixed in {fix.fixed_in}' if fix.fixed_in else ''}. "
             f"Needs {needs}. Wire: {fix.wire_compat}.\n"
         )

@@ -52,10 +52,20 @@ def test_an_engine_has_what_the_fixes_need(name: str) -> None:
     values = {one["name"]: one for one in engine["env"]}
     address = {"fieldRef": {"fieldPath": "status.podIP"}}
     assert values["VLLM_NIXL_SIDE_CHANNEL_HOST"]["valueFrom"] == address
-    port = int(values["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"])
-    assert port in [one["containerPort"] for one in engine["ports"]]
+    # Prometheus makes a target of each port that is declared, and a scrape is no handshake.
+    assert int(values["VLLM_NIXL_SIDE_CHANNEL_PORT"]["value"]) == 5600
+    assert [one["name"] for one in engine["ports"]] == ["http"]
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert engine[probe]["httpGet"]["path"] == "/health"
+
+
+def test_only_engines_reach_an_engine_but_for_its_api() -> None:
+    (policy,) = [one["spec"] for one in MANIFEST if one["kind"] == "NetworkPolicy"]
+    among_themselves, api = policy["ingress"]
+    assert among_themselves == {"from": [{"podSelector": policy["podSelector"]}]}
+    assert api == {"ports": [{"port": "http"}]}
+    (engines,) = policy["podSelector"]["matchExpressions"]
+    assert engines == {"key": "app", "operator": "In", "values": ["prefill", "decode"]}
 
 
 def test_both_engines_are_set_up_alike() -> None:
