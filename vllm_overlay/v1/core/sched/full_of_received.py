@@ -5,8 +5,9 @@ To run, a received request may need blocks that it has none of yet: for what its
 guesses, or for the last token, where what is loaded ends with a block. Loads can take every block
 between them, and the first that has arrived then finds none for the rest; those behind it are not
 looked at. Nothing runs then, so nothing ends, and no block becomes free: waiting requests are not
-preempted. Here the last of them is, once that is certain. What it received is lost, but for what
-the prefix cache finds again, and it is computed by D.
+preempted. Here the last of them is, once that is certain: two steps in turn had nothing to run, and
+the second refused somebody blocks. (The first may have preempted what ran last.) What was received
+is lost, but for what the prefix cache finds again, and it is computed by D.
 
 A step without slots for guesses would be no way out: the draft model writes to them, whoever they
 belong to.
@@ -14,10 +15,11 @@ belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
@@ -33,6 +35,9 @@ if TYPE_CHECKING:
 
 Schedule: TypeAlias = "Callable[..., SchedulerOutput]"
 
+_ASKED_FOR_BLOCKS = ("allocate_slots", "can_fit_full_sequence")
+"""Methods of `KVCacheManager`; the second from 0.19.0 to 0.20.2, where it is asked first."""
+
 
 def last_received_gives_way(schedule: Schedule) -> Schedule:
     """Make `Scheduler.schedule` free the blocks of a received request when nothing else can.
@@ -42,18 +47,49 @@ def last_received_gives_way(schedule: Schedule) -> Schedule:
 
     @wraps(schedule)
     def schedule_and_free(self: Scheduler, *args: bool, **kwargs: bool) -> SchedulerOutput:
-        decided = schedule(self, *args, **kwargs)
+        stood_still: bool = vars(self).get("_stands_still", False)
+        with _refusals(self) if stood_still else nullcontext([]) as refused:
+            decided = schedule(self, *args, **kwargs)
         idle = not decided.total_num_scheduled_tokens and not self.running
-        if idle and (self.waiting or self.skipped_waiting):
-            last = _last_of_the_stuck(self)
-            if last is not None:
-                self.skipped_waiting.remove_requests([last])
-                self.waiting.remove_requests([last])
-                wait_as_preempted(self, last)
-                count(Acted.RECEIVED_GAVE_WAY)
+        last = _last_of_the_stuck(self) if idle and (self.waiting or self.skipped_waiting) else None
+        self._stands_still = last is not None  # type: ignore[attr-defined]
+        if last is not None and refused:
+            self.skipped_waiting.remove_requests([last])
+            self.waiting.remove_requests([last])
+            wait_as_preempted(self, last)
+            count(Acted.RECEIVED_GAVE_WAY)
         return decided
 
     return schedule_and_free
+
+
+@contextmanager
+def _refusals(scheduler: Scheduler) -> Iterator[list[str]]:
+    """Collect meanwhile who asks for blocks and gets none."""
+    manager = scheduler.kv_cache_manager
+    own = {name: vars(manager).get(name) for name in _ASKED_FOR_BLOCKS if hasattr(manager, name)}
+    refused: list[str] = []
+    for name in own:
+        setattr(manager, name, _noting(getattr(manager, name), refused))
+    try:
+        yield refused
+    finally:
+        for name, method in own.items():
+            if method is None:
+                delattr(manager, name)
+            else:
+                setattr(manager, name, method)
+
+
+def _noting(ask: Callable[..., Any], refused: list[str]) -> Callable[..., Any]:
+    @wraps(ask)
+    def noting(request: Request, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as upstream's
+        answer = ask(request, *args, **kwargs)
+        if answer is None or answer is False:
+            refused.append(request.request_id)
+        return answer
+
+    return noting
 
 
 def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:
@@ -66,23 +102,25 @@ def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:
     if scheduler._pause_state.value:  # whoever paused it may go on
         return None
     manager = scheduler.kv_cache_manager
-    null = manager.block_pool.null_block.block_id
+    pool = manager.block_pool
+    if any(getattr(pool, "_freed", ())):  # 45357: a step that runs is waited for
+        return None
+    received, held = set(), set()
+    for request in scheduler.requests.values():
+        blocks = set(chain.from_iterable(manager.get_block_ids(request.request_id)))
+        blocks.discard(pool.null_block.block_id)
+        if blocks and _is_received(scheduler, request):
+            received.add(request)
+            held |= blocks
+        elif blocks and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
+            return None  # a load is under way: the engine polls, and shall look at little
+    in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
+    if len(held) != in_use or len(received) < 2:  # one alone needs more than there is
+        return None
     waiting = list(chain(scheduler.skipped_waiting, scheduler.waiting))
     if scheduler.policy == SchedulingPolicy.PRIORITY:
         waiting.sort()
-    received, held = [], set()
-    for request in waiting:
-        blocks = set(chain.from_iterable(manager.get_block_ids(request.request_id))) - {null}
-        if not _is_received(scheduler, request):
-            if blocks and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                return None  # a load is under way: the engine polls, and shall look at little
-        elif blocks:
-            received.append(request)
-            held |= blocks
-    in_use = manager.block_pool.num_gpu_blocks - 1 - manager.block_pool.get_num_free_blocks()
-    if len(held) != in_use or len(received) < 2:  # one alone needs more than there is
-        return None
-    return received[-1]
+    return next((request for request in reversed(waiting) if request in received), None)
 
 
 def _is_received(scheduler: Scheduler, request: Request) -> bool:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
+from tests.support.overlapped_engine import OverlappedEngine
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
 pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to 0.30.0")
@@ -113,3 +117,80 @@ def test_where_nothing_is_needed_to_run_nobody_gives_way() -> None:
         computed |= engine.step().computed
     assert len(computed) >= 1
     assert min(start for start, _ in computed.values()) >= 31  # nobody's prompt is computed
+
+
+@pytest.mark.parametrize("drafts", [0, 3])
+def test_who_runs_last_and_preempts_itself_makes_nobody_give_way(drafts: int) -> None:
+    engine = DecodeEngine(num_blocks=8 if drafts else 7)
+    scheduler = engine.scheduler
+    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
+    scheduler.use_eagle = bool(drafts)
+    connect(engine.worker, "P")
+    engine.ask("runs", range(30), max_tokens=40)
+    engine.step()
+    for number in (1, 2):
+        start = 1000 * number
+        engine.ask(f"req-{number}", range(start, start + 32), [[1, 2]], max_tokens=1)
+    computed: Counter[str] = Counter()
+    for _ in range(60):
+        runs = scheduler.requests.get("runs")
+        if drafts or (runs is not None and runs.num_computed_tokens >= 31):
+            arrive(engine)
+        for req_id, (start, end) in engine.step().computed.items():
+            computed[req_id] += end - start
+    assert (computed["req-1"], computed["req-2"]) == (1, 1)
+    assert "RECEIVED_GAVE_WAY" not in taken()
+
+
+def test_who_waits_for_something_else_than_blocks_makes_nobody_give_way() -> None:
+    engine = full()
+    engine.scheduler.max_num_running_reqs = 0
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
+def test_a_step_that_runs_is_waited_for() -> None:
+    engine = OverlappedEngine(num_blocks=8)
+    scheduler = engine.scheduler
+    if not hasattr(scheduler.kv_cache_manager.block_pool, "_freed"):
+        pytest.skip("up to 0.25.1")
+    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = 3
+    scheduler.use_eagle = True
+    scheduler.policy = SchedulingPolicy.PRIORITY
+    scheduler.waiting = create_request_queue(scheduler.policy)
+    scheduler.skipped_waiting = create_request_queue(scheduler.policy)
+    connect(engine.worker, "P", num_blocks=64)
+    engine.ask("runs", range(40), max_tokens=20, stops_after=3)
+    engine.advance()
+    for number in (1, 2):
+        start = 1000 * number
+        engine.ask(f"req-{number}", range(start, start + 32), [[1, 2]], max_tokens=1)
+    while "runs" not in engine.finished:
+        arrive(engine)
+        engine.advance()
+    engine.ask("first", range(3000, 3032), [[5, 6]], max_tokens=1)
+    scheduler.waiting.remove_requests([first := scheduler.requests["first"]])
+    first.priority = -1
+    scheduler.waiting.add_request(first)
+    while scheduler.has_requests():
+        engine.advance()
+        arrive(engine)
+    assert (engine.computed["req-1"], engine.computed["req-2"]) == (1, 1)
+    assert engine.wrong == []
+    assert "RECEIVED_GAVE_WAY" not in taken()
+
+
+def test_refusals_leave_the_manager_as_it_was() -> None:
+    engine = full()
+    manager = engine.scheduler.kv_cache_manager
+    manager.allocate_slots = allocate = manager.allocate_slots  # a plugin's, say
+    arrive(engine)
+    for _ in range(3):
+        engine.step()
+    assert vars(manager)["allocate_slots"] is allocate
+    assert taken()["RECEIVED_GAVE_WAY"] == 1
+    del manager.allocate_slots
+    engine.step()
+    assert "allocate_slots" not in vars(manager)
