@@ -8,13 +8,17 @@ what they were told first.
 
 What a thread has not entered it does not undo: only vLLM's handshake thread enters, and with K12
 another one talks to peers as well.
+
+NIXL keeps the agents of such a peer, as on stock. It is asked for by each of its requests, and to
+load an agent again costs nothing; but of each that NIXL lets go, a connection stays open, at either
+end and for good (NIXL 1.5.1 over UCX).
 """
 
 from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
@@ -58,18 +62,18 @@ is always the first."""
 
 
 def load_agent(worker: _Worker, peer: NixlAgentMetadata) -> str:
-    """Load the NIXL agent of a peer's rank, and remember it until the engine is connected."""
+    """Load the NIXL agent of a peer's rank; this thread enters its engine from now on."""
     agent: str = worker.nixl_wrapper.add_remote_agent(peer.agent_metadata)
-    _loaded(worker).setdefault(peer.engine_id, []).append(agent)
+    _entered(worker).add(peer.engine_id)
     return agent
 
 
-def _loaded(worker: _Worker) -> dict[str, list[str]]:
-    """NIXL agents, by engine, that this thread has entered in handshakes that are under way."""
+def _entered(worker: _Worker) -> set[str]:
+    """Engines of which this thread has entered ranks, in handshakes that are under way."""
     # Made on demand: a test may make a worker without its constructor.
-    here = worker.__dict__.setdefault("_agents_in_handshake", threading.local())
-    agents: dict[str, list[str]] = here.__dict__.setdefault("agents", {})
-    return agents
+    here = worker.__dict__.setdefault("_engines_in_handshake", threading.local())
+    engines: set[str] = here.__dict__.setdefault("engines", set())
+    return engines
 
 
 def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Result]:
@@ -109,23 +113,25 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
                 self, host, port, remote_tp_size, expected_engine_id, *sizes, **named
             )
         except Exception:
-            if expected_engine_id in _loaded(self):
+            if expected_engine_id in _entered(self):
                 forget(self, expected_engine_id)
             raise
-        _loaded(self).pop(expected_engine_id, None)
+        _entered(self).discard(expected_engine_id)
         return result
 
     return wrapper
 
 
 def forget(worker: _Worker, engine_id: str) -> None:
-    """Undo what a handshake that failed has entered; descriptors of our own memory stay.
+    """Undo what a handshake that failed has entered; descriptors of our own memory stay, and the
+    peer's agents.
 
     Not of an engine that is connected, nor of our own, whatever a peer calls itself.
     """
     if engine_id == worker.engine_id or engine_id in worker._remote_agents:
         return
-    _undo(worker, engine_id, _loaded(worker).pop(engine_id, ()))
+    _entered(worker).discard(engine_id)
+    _undo(worker, engine_id)
 
 
 def disconnect(worker: _Worker, engine_id: str) -> None:
@@ -138,17 +144,17 @@ def disconnect(worker: _Worker, engine_id: str) -> None:
         addresses = vars(worker).get("_engine_by_address", {})
         for address in [where for where, who in addresses.items() if who == engine_id]:
             del addresses[address]
-    _undo(worker, engine_id, agents.values())
+    _undo(worker, engine_id)
+    for agent in agents.values():
+        _give_back(worker.nixl_wrapper.remove_remote_agent, agent)
     for table in _OF_CONNECTED:
         vars(worker).get(table, {}).pop(engine_id, None)
 
 
-def _undo(worker: _Worker, engine_id: str, agents: Iterable[str]) -> None:
-    nixl, tables = worker.nixl_wrapper, worker.__dict__
+def _undo(worker: _Worker, engine_id: str) -> None:
+    tables = worker.__dict__
     for handle in tables.get("dst_xfer_side_handles", {}).pop(engine_id, {}).values():
-        _give_back(nixl.release_dlist_handle, handle)
-    for agent in agents:
-        _give_back(nixl.remove_remote_agent, agent)
+        _give_back(worker.nixl_wrapper.release_dlist_handle, handle)
     for table in _OF_ENGINES:
         tables.get(table, {}).pop(engine_id, None)
     topology: Any = getattr(worker, "transfer_topo", None)
