@@ -170,6 +170,21 @@ def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> 
         )
 
 
+def refuse_other_block_size(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
+    """From 0.22.0 on: refuse what `refuse_other_ratio` does, but not smaller kernel blocks alone.
+
+    There P's ids are expanded by its own ratio. Where ``--block-size`` is the same on both sides a
+    prefix hit ends with a block of the peer, and `pair_smaller_blocks` is right.
+
+    Raises:
+        RuntimeError: see `refuse_other_ratio`.
+    """
+    own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
+    same = ratio * peer.block_size == own * worker.block_size
+    if not same or ratio < own or worker.backend_name == "CPU_ATTN":
+        refuse_other_ratio(worker, peer)
+
+
 # ---------------------------------------------------------------- the read
 
 

@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks import (
     holds_all_tokens,
+    refuse_other_block_size,
     refuse_other_ratio,
     refuse_unpairable_hybrid,
 )
@@ -30,7 +31,10 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
         NixlBaseConnectorWorker,
     )
-    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import (
+        NixlAgentMetadata,
+        ReqMeta,
+    )
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
@@ -60,7 +64,7 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
         return
     if _grouped_otherwise(worker, peer):
         return
-    refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
+    refuse_other_block_size(worker, peer)  # type: ignore[arg-type, unused-ignore]
     specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
     if peer.block_size != worker.block_size and not all(map(holds_all_tokens, specs)):
         raise RuntimeError(
@@ -68,6 +72,15 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
             f"tokens, this engine of {worker.block_size}, and not every layer keeps the whole "
             "prompt. Start prefill and decode with the same --block-size."
         )
+
+
+def _has_other_ratio(worker: Any, meta: ReqMeta | None) -> bool:  # noqa: ANN401 - of any release
+    """Whether a hybrid is read from a peer of another ratio."""
+    if not worker._has_mamba or meta is None or meta.remote is None:
+        return False
+    peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
+    ours: int = worker._physical_blocks_per_logical_kv_block
+    return bool(peer.remote_physical_blocks_per_logical != ours)
 
 
 def _grouped_otherwise(worker: Any, peer: NixlAgentMetadata) -> bool:  # noqa: ANN401 - as it says
@@ -114,7 +127,9 @@ def pair_smaller_blocks(
     Each of ours is read in `block_size_ratio` parts, numbered as `get_mapped_blocks` does it. The
     peer holds the whole prompt; what the prefix cache had is left out at its start, and padding
     at our end. States are whole. What is paired replaces the peer's blocks in the request's
-    metadata, from which the worker sees later what to clear.
+    metadata, from which the worker sees later what to clear. How many blocks were left out, the
+    request says from 0.29.0 on, or K19 does. Else the lengths tell it, but of a hybrid of two
+    ratios, of which no prefix is cached (`refuse_unpairable_hybrid`).
 
     Returns:
         Parts of local blocks and remote blocks, equally many and of the same tokens in each
@@ -133,12 +148,12 @@ def pair_smaller_blocks(
             continue
         parts = worker.get_mapped_blocks(np.asarray(ours[group]), block_size_ratio).tolist()
         of_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
-        hit = (
-            hits[index] * of_logical
-            if hits
-            else -(-len(theirs[group]) // of_logical) * of_logical - len(parts)
-        )
-        if hit < 0:
+        surplus = -(-len(theirs[group]) // of_logical) * of_logical - len(parts)
+        if hits:
+            hit = hits[index] * of_logical
+        elif surplus >= 0:
+            hit = 0 if _has_other_ratio(worker, meta) else surplus
+        else:
             raise ValueError(
                 f"{len(ours[group])} local blocks of {block_size_ratio} parts were asked for, but "
                 f"there are only {len(theirs[group])} remote blocks"

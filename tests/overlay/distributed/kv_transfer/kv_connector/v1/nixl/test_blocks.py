@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tests.support.kv_landing import Deployment, Engines
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import GroupKind, make_worker, nixl_of, peer_metadata
+from tests.support.release import since
 
 blocks = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks", reason="from 0.20.0 on"
@@ -99,6 +100,29 @@ def test_kernel_blocks_of_two_sizes_with_prefix_hits(
     tokens = data.draw(st.integers(1, 64), label="tokens")
     hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
     event("with a hit" if hit else "without")
+    engines = Engines(deployment)
+    engines.connect()
+    assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
+
+
+@pytest.mark.skipif(not since("0.22.0"), reason="from 0.22.0 on P's ids go by P's ratio")
+@settings(max_examples=100, deadline=None, derandomize=True)
+@given(
+    data=st.data(),
+    ratio=st.integers(1, 3),
+    kernel=st.sampled_from([1, 2]),
+    split=st.integers(2, 4),
+    mla=st.booleans(),
+)
+def test_kernel_blocks_of_two_sizes_within_blocks_of_one(
+    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
+) -> None:
+    """As where P's attention takes smaller blocks than D's, of one --block-size."""
+    deployment = Deployment(
+        ratio * split, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla
+    )
+    tokens = data.draw(st.integers(1, 64), label="tokens")
+    hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
     engines = Engines(deployment)
     engines.connect()
     assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []

@@ -11,6 +11,7 @@ import pytest
 from tests.support.kv_landing import Deployment, Engines
 from tests.support.nixl_release import NixlAgentMetadata
 from tests.support.nixl_worker import connect, make_worker, nixl_of, peer_metadata, topology_of
+from tests.support.release import since
 
 pairing = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pairing", reason="from 0.24.0 on"
@@ -52,6 +53,17 @@ class TestPairSmallerBlocks:
         assert theirs == [[3]]
         assert ours == [[8]]  # the first of the two parts of block 4
         assert remote.block_ids == [[3]]
+
+
+@pytest.mark.skipif(not since("0.27.0"), reason="from 0.27.0 on kernels of a hybrid may differ")
+@pytest.mark.parametrize("tokens", range(1, 60, 7))
+@pytest.mark.parametrize("prefill_ratio", [17, 34])
+def test_of_a_hybrid_of_two_ratios_and_kernels_all_is_read(tokens: int, prefill_ratio: int) -> None:
+    """Without K19 nobody says what was cached: nothing, as the handshake has it."""
+    deployment = Deployment(prefill_ratio, 9, groups=("full", "mamba"), kernel=1, split=2)
+    engines = Engines(deployment)
+    engines.connect()
+    assert engines.faults_of_a_prompt(tokens) == []
 
 
 class TestRefusals:
