@@ -17,7 +17,6 @@ where a key is configured.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from vllm.utils import random_uuid
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.engine.protocol import KVTransferNotifier
+from vllm_overlay.entrypoints.kept_body import KeptBody
 from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 from vllm_overlay.v1.engine.admission import open_exchange
@@ -77,17 +77,14 @@ class KVTransferRoute(APIRoute):
         if engine is None or not self.generates or scope.get("method") not in self.methods:
             await super().handle(scope, receive, send)
             return
-        body: list[bytes] = []
-        verdict = Verdict()
+        body, verdict = KeptBody(), Verdict()
 
         async def receive_and_keep() -> Message:
             message = await receive()
             if message["type"] == "http.disconnect":
                 verdict.lose_client()
             elif message["type"] == "http.request":
-                body.append(message.get("body", b""))
-                if not message.get("more_body") and not _may_name(b"".join(body)):
-                    body.clear()
+                body.add(message.get("body", b""), more=message.get("more_body", False))
             return message
 
         async def send_and_note(message: Message) -> None:
@@ -110,12 +107,13 @@ class KVTransferRoute(APIRoute):
             final = verdict.is_final or (verdict.is_fault and exchange.refused)
             if final and (params := self._waiting(body)) is not None:
                 request = Request(scope)
-                name = request.headers.get("X-Request-Id") or _parse(body).get("request_id")
+                name = request.headers.get("X-Request-Id") or body.parsed.get("request_id")
+                body.clear()
                 await exchange.end(params, lambda: notify(engine, name, params, request))
 
-    def _waiting(self, body: list[bytes]) -> dict[str, Any] | None:
+    def _waiting(self, body: KeptBody) -> dict[str, Any] | None:
         """The transfer parameters of a body, if blocks wait for it on a prefill server."""
-        return remote_prefill(self.transfer_params(_parse(body)))
+        return remote_prefill(self.transfer_params(body.parsed))
 
 
 def _transferring_engine(scope: Scope) -> EngineClient | None:
@@ -144,23 +142,6 @@ async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exc
         return False
     await response(scope, receive, send)
     return True
-
-
-def _may_name(body: bytes) -> bool:
-    """Whether a body may hold `do_remote_prefill`: most do not, and need not be kept.
-
-    JSON can spell a key's letters as `\\u0064`, and be in UTF-16 or UTF-32, which have zeros.
-    """
-    return b"do_remote_prefill" in body or b"\\u" in body or b"\0" in body
-
-
-def _parse(body: list[bytes]) -> dict[str, Any]:
-    """The body as an object; empty if it is anything else. Rejected bodies may be."""
-    try:
-        parsed = json.loads(b"".join(body))
-    except (ValueError, RecursionError):
-        return {}
-    return parsed if isinstance(parsed, dict) else {}
 
 
 def remote_prefill(params: object) -> dict[str, Any] | None:

@@ -20,13 +20,18 @@ if TYPE_CHECKING:
 
 
 def transfer_params(request: object, *, field_first: bool) -> object:
-    """Return what the handler will use; many kinds of requests have no such field.
+    """Return what the handler will use; many kinds of requests have no such field, and a word of
+    that name, which a router may give to all that it sends on, means nothing there. A beam search
+    transfers nothing.
 
     A token-level request has two places: `field_first` says that its handler looks at its field,
     and at its sampling parameters only where that is empty. Otherwise it ignores the field.
     """
-    field = getattr(request, "kv_transfer_params", None)
-    # Where it is no field, a client's own word of that name is kept as it came.
+    if getattr(request, "use_beam_search", False):
+        return None
+    declared = getattr(type(request), "model_fields", None)
+    named = declared is None or "kv_transfer_params" in declared
+    field = getattr(request, "kv_transfer_params", None) if named else None
     sampling = getattr(request, "sampling_params", None)
     if not isinstance(sampling, SamplingParams) or (field_first and field is not None):
         return field

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ConfigDict
 from vllm.sampling_params import SamplingParams
 
 from tests.support.lying_params import GOOD
@@ -15,6 +16,12 @@ from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 
 BAD = {**GOOD, "remote_port": "x"}
 UNSENDABLE = {"other": 2**70}
+
+
+class OpenRequest(BaseModel):
+    """As those of endpoints that transfer nothing are: without such a field, and whatever comes."""
+
+    model_config = ConfigDict(extra="allow")
 
 
 def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
@@ -28,8 +35,11 @@ def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
     [
         (SimpleNamespace(kv_transfer_params=GOOD), GOOD, GOOD),
         (SimpleNamespace(), None, None),
-        # Where it is no field, a client's own word of that name.
+        # Where they are no field, a client's own words of these names.
         (SimpleNamespace(kv_transfer_params=GOOD, sampling_params={"top_p": 1}), GOOD, GOOD),
+        (OpenRequest(kv_transfer_params=BAD), None, None),
+        (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=True), None, None),
+        (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=False), BAD, BAD),
         (tokens(GOOD, BAD), GOOD, BAD),
         (tokens(None, BAD), BAD, BAD),
         (tokens(GOOD, None), GOOD, None),
