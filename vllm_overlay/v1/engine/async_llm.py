@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -23,6 +24,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 ANSWER_TIMEOUT = 60
 """Seconds that all engine cores together have to answer; they do so between two steps."""
+
+AGAIN = 60
+"""Seconds after which engine cores of which one cannot answer are asked again."""
 
 
 class AsyncKVTransferNotifier:
@@ -117,7 +121,7 @@ async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant:
     cores = getattr(client, "core_engines", ())
     if len(cores) < 2:
         return True
-    if getattr(client, "kv_transfer_ungranted", False):
+    if time.monotonic() < getattr(client, "kv_transfer_ungranted_until", 0.0):
         return False
     claim = (params["remote_engine_id"], params["remote_request_id"], claimant)
     asked = asyncio.gather(
@@ -128,13 +132,14 @@ async def _nobody_else_reads(engine: AsyncLLM, params: dict[str, Any], claimant:
     except (asyncio.TimeoutError, EngineDeadError):
         raise
     except Exception as error:
-        # An engine core without this method (another build, on another node) will never have it.
+        # An engine core without this method (another build, on another node) will not have it soon.
         # The others would turn away requests that are sent again, for nothing.
-        client.kv_transfer_ungranted = True
+        client.kv_transfer_ungranted_until = time.monotonic() + AGAIN
         logger.warning(
             "An engine core cannot say whether a rejected request's KV blocks are in use (%s). "
-            "From now on they stay until the prefill server's own timeout.",
+            "For %d s such blocks stay until the prefill server's own timeout.",
             error,
+            AGAIN,
         )
         return False
 

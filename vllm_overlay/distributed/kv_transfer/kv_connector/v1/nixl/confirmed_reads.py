@@ -105,7 +105,7 @@ class ConfirmedReads:
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
         """Ask P about what is about to be read into `blocks`, if P has announced a lease."""
         token = params.get(FIELD)
-        if not isinstance(token, str) or len(token) > 64:
+        if not isinstance(token, str) or not token.isascii() or len(token) > 64:
             engine = printable(str(params.get("remote_engine_id")))
             self._say_unconfirmed(engine, "its kv_transfer_params announce no lease")
             return

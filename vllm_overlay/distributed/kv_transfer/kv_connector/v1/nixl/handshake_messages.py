@@ -9,21 +9,24 @@ handshakes have another number of parts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, cast
+import time
+from typing import cast
 
 import msgspec
+import zmq
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
-if TYPE_CHECKING:
-    import zmq
-
 log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
 LONGEST = 256
 """Bytes of a handshake; it has some twenty. What is longer may be nested too deep for the log."""
+
+PAUSE = 1.0
+"""Seconds after which vLLM's listener looks whether it has to end, if no handshake comes: its own
+timeout."""
 
 _GET_META = b"get_meta_msg"
 """What begins a handshake, in every release."""
@@ -41,8 +44,10 @@ def receive_handshake(socket: zmq.Socket[bytes], parts: int) -> tuple[bytes, byt
         Who sent it, an empty frame or whatever stands there, and the handshake.
 
     Raises:
-        zmq.Again: Nothing more has come in the socket's time.
+        zmq.Again: Nothing has come in the socket's time, or no handshake in `PAUSE`. The listener
+            looks then whether it has to end.
     """
+    until = time.monotonic() + PAUSE
     while True:
         frames = socket.recv_multipart()
         problem = _problem(frames, parts)
@@ -54,6 +59,8 @@ def receive_handshake(socket: zmq.Socket[bytes], parts: int) -> tuple[bytes, byt
             problem,
             b" ".join(frames)[:_SHOWN],
         )
+        if time.monotonic() > until:
+            raise zmq.Again
 
 
 def _problem(frames: list[bytes], parts: int) -> str:
@@ -62,7 +69,7 @@ def _problem(frames: list[bytes], parts: int) -> str:
     if len(said) == parts:
         return ""
     if said and said[0] == _GET_META:
-        return f"the handshake of another vLLM release, of {len(said)} parts instead of {parts},"
+        return f"the handshake of another vLLM release, of {len(said)} parts instead of {parts}"
     return "what is no handshake (a probe, a scrape or a scan of its port, which peers alone need)"
 
 

@@ -32,6 +32,7 @@ import zmq
 from vllm.logger import init_logger
 from vllm.utils.network_utils import make_zmq_path
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake_messages import PAUSE
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import (
     Answer,
     LeaseBook,
@@ -75,10 +76,6 @@ _ALIVE = {
 }
 """Seconds between looks whether a peer is there, until it is given up, to connect to it, and
 between tries to. A P that was lost is asked again within `PATIENCE`."""
-
-PAUSE = 1.0
-"""Seconds after which vLLM's listener looks whether it has to end, if no handshake comes: its own
-timeout."""
 
 MARK = b"kvfix lease 1"
 """With what a question and an answer begin, in the frame that is empty in a handshake."""
@@ -138,11 +135,15 @@ class Peer(NamedTuple):
 _books: weakref.WeakSet[LeaseBook] = weakref.WeakSet()
 """Those of the engines in this process: one, but in tests."""
 
+_opening = threading.Lock()
+"""Held while a book is added, or all are listed: that is another thread's."""
+
 
 def open_book() -> LeaseBook:
     """Make a book about which this process answers questions."""
     book = LeaseBook()
-    _books.add(book)
+    with _opening:
+        _books.add(book)
     return book
 
 
@@ -185,7 +186,9 @@ def answer(frame: bytes) -> bytes | None:
     asked = _read(frame, Question)
     if asked is None:
         return None
-    answers = [book.answer(asked.token, asked.reader, asked.agents) for book in tuple(_books)]
+    with _opening:
+        books = tuple(_books)
+    answers = [book.answer(asked.token, asked.reader, asked.agents) for book in books]
     known = [one for one in answers if one.standing is not Standing.GONE]
     said = known[0] if known else Answer(Standing.GONE, 0.0)
     return MARK + msgspec.msgpack.encode(Reply(asked.reader, asked.asked, said))
@@ -249,7 +252,9 @@ class LeaseQuestions:
         """Yield the replies that have come since the last call."""
         for _ in range(len(self._nameless)):
             peer, question = self._nameless.popleft()
-            if now() - question.asked < PATIENCE:
+            # Asked of too late it is dropped, but not for D's own silence.
+            known = self._names.find(peer.host, question.asked) is not None
+            if known or now() - question.asked < PATIENCE:
                 self.ask(peer, question)
         for connection in self._connections.values():
             if connection.awaited:

@@ -289,7 +289,7 @@ def test_with_a_worker_that_is_never_heard_all_is_as_on_stock(
     assert asked == []
 
 
-@pytest.mark.parametrize("token", [7, None, "x" * 65, ["x"]])
+@pytest.mark.parametrize("token", [7, None, "x" * 65, ["x"], "\ud800", "\u00e9"])
 def test_a_token_that_is_none_is_as_if_there_were_none(
     p: PrefillServer, asked: list[Question], token: object
 ) -> None:

@@ -123,13 +123,26 @@ def test_a_handshake_of_another_release_is_called_that(
 ) -> None:
     assert handed_on(ours, [b"who", b"", packed(*theirs)]) == []
     [line] = caplog.messages
-    assert f"another vLLM release, of {len(theirs)} parts instead of {ours}," in line
+    assert f"another vLLM release, of {len(theirs)} parts instead of {ours}, which" in line
 
 
 def test_a_scan_does_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
     assert handed_on(2, *([b"stranger", b"%d" % i] for i in range(1000))) == []
     assert len(caplog.messages) == LINES
     assert taken() == {"NO_HANDSHAKE": 1000}
+
+
+def test_a_listener_has_its_pauses_whatever_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a pause vLLM's looks whether it has to end, and what ends the engine waits for that."""
+    monkeypatch.setattr(handshake_messages, "PAUSE", -1.0)
+    good = [b"who", b"", packed(META, 0)]
+    socket: Any = Received([b"stranger"], good, [b"stranger"], [b"stranger"])
+    for left in (3, 1, 0):
+        with pytest.raises(zmq.Again):
+            receive_handshake(socket, 2)
+        assert len(socket.messages) == left
+        if left == 3:
+            assert receive_handshake(socket, 2) == tuple(good)
 
 
 @pytest.fixture

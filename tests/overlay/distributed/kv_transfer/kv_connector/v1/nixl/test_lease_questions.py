@@ -272,6 +272,37 @@ def test_where_names_are_not_found_out_any_more_the_last_address_counts(
     assert [reply.reader for reply in replies(questions, p)] == ["after"]
 
 
+def test_a_question_is_asked_late_rather_than_not_at_all(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where D itself takes longer for a step than P has to answer."""
+    questions, late = LeaseQuestions(), 2 * lease_questions.PATIENCE
+    peer = p.peer._replace(host="p")
+    questions.ask(peer, Question("t", "d", AGENTS, lease_questions.now()))
+    while "p" not in questions._names._known:
+        time.sleep(0.01)
+    monkeypatch.setattr(lease_questions, "now", lambda: time.monotonic() + late)
+    assert [reply.reader for reply in replies(questions, p)] == ["d"]
+
+
+def test_books_may_be_opened_while_one_is_asked() -> None:
+    frame, _ = question_frames(Question("of nobody", "d", AGENTS, 1.0))
+    end = threading.Event()
+
+    def open_books() -> None:
+        while not end.is_set():
+            open_book()  # and is let go at once
+
+    opening = threading.Thread(target=open_books)
+    opening.start()
+    try:
+        for _ in range(2000):
+            assert lease_questions.answer(frame) is not None
+    finally:
+        end.set()
+        opening.join()
+
+
 def test_without_room_for_a_thread_nothing_ends(
     p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
