@@ -29,8 +29,14 @@ def write_export(release: str, patches: Sequence[Patch], registry: Registry, fol
     Raises:
         PatchDoesNotApplyError: A hunk has no place, or several.
         CheckFailedError: A commit could not be imported.
-        UsageError: The folder holds something else.
+        UsageError: The folder holds something else, or is a file.
     """
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(
+            f"{folder} is a file",
+            expected="a folder, or a name that is free",
+            next_step="name another one with --out",
+        )
     err.print(f"{release}: a commit for each of {len(patches)} fixes, and for each alone ...")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with working_folder(folder) as work:
@@ -106,8 +112,9 @@ def _write(
         target = folder / "alone" / f"{name}.mbox"
         target.write_bytes("".join(map(texts, alone)).encode())
     names = [branch_name(release, "stock"), *branches]
+    bundle = (folder / _bundle(release)).absolute()  # git runs in the repository's folder
     repository.run(
-        "bundle", "create", "--quiet", "--version=2", str(folder / _bundle(release)),
+        "bundle", "create", "--quiet", "--version=2", str(bundle),
         *(f"refs/heads/{name}" for name in names),
     )  # fmt: skip
     (folder / "README.md").write_text(_readme(release, patches, registry), encoding="utf-8")

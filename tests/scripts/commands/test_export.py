@@ -90,6 +90,17 @@ class TestFolder:
         assert (folder / "mine").exists()
         assert [path.name for path in tmp_path.iterdir()] == ["export"]
 
+    def test_may_be_named_from_where_one_stands(self, made: Checkout, tmp_path: Path) -> None:
+        expected = contents(exported(made, tmp_path / "export"))
+        assert contents(made.folder / exported(made, Path("dist", "relative"))) == expected
+
+    def test_cannot_be_a_file(self, made: Checkout, tmp_path: Path) -> None:
+        (tmp_path / "it").write_text("mine\n")
+        result = made.run("export", "--out", tmp_path / "it")
+        said_no(result, 2, f"{tmp_path / 'it'} is a file", "--out")
+        assert "a commit for each" not in result.stderr  # it is said before the work
+        assert (tmp_path / "it").read_text() == "mine\n"
+
     def test_can_hold_some_fixes_only(self, made: Checkout, tmp_path: Path) -> None:
         files = contents(exported(made, tmp_path / "one", "--fix", "1"))
         assert "series/0002-2-a-name.patch" not in files

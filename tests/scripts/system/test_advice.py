@@ -370,7 +370,7 @@ def test_an_edit(checkout: Checkout) -> None:
     typed(checkout, example)
 
 
-shows("commands/export:_selected:UsageError", "commits/bundle:write_export:UsageError")
+shows("commands/export:_selected:UsageError", "commits/bundle:write_export:UsageError 2")
 
 
 def test_an_export(checkout: Checkout, tmp_path: Path) -> None:
@@ -379,7 +379,7 @@ def test_an_export(checkout: Checkout, tmp_path: Path) -> None:
     folder = tmp_path / "with a space"
     write(folder, {"mine": "mine\n"})
     again = ("export", "--out", folder)
-    (remove,) = refused(checkout, "commits/bundle:write_export:UsageError", *again)
+    (remove,) = refused(checkout, "commits/bundle:write_export:UsageError 2", *again)
     typed(checkout, remove)
     assert checkout.run(*again).returncode == 0
 
