@@ -18,7 +18,7 @@ from scripts.patchset.target import Target
 from scripts.project import ROOT, project
 from scripts.system.console import out
 from scripts.system.errors import PatchDoesNotApplyError, UsageError
-from scripts.system.files import replace_text
+from scripts.system.files import replace_text, working_folder
 from scripts.system.git import Repository
 
 WORKTREE = ROOT / ".work" / "edit"
@@ -39,24 +39,25 @@ def start(release: str, fix_id: str, *, alone: bool = False) -> None:
     """
     registry = load_registry()
     fix = _needed(registry, fix_id, release)
-    if WORKTREE.exists():
+    if _STATE.is_file():
         raise UsageError(
             f"{WORKTREE.relative_to(ROOT)} holds an edit that is not finished",
             expected="no worktree",
             next_step="nox -s edit -- --continue, or: nox -s edit -- --abort",
         )
-    try:
-        repository = release_repository(release, WORKTREE, registry)
+    WORKTREE.parent.mkdir(exist_ok=True)
+    with working_folder(WORKTREE) as work:
+        repository = release_repository(release, work, registry)
         before = commit_hooks(repository, "HEAD", _before(fix, release, registry), registry)
         parent = before[-1] if before else f"v{release}"
         repository.run("reset", "--quiet", "--hard", _with(fix, release, repository, parent))
         # What is edited shows as an uncommitted change against everything that comes before it.
         repository.run("reset", "--quiet", "--soft", parent)
         state = {"release": release, "fix": fix_id, "alone": alone}
-        _STATE.write_text(json.dumps(state), encoding="utf-8")
-    except BaseException:
+        (work / _STATE.relative_to(WORKTREE)).write_text(json.dumps(state), encoding="utf-8")
+        # Without a state it is no edit, but what is left of one that a kill has ended.
         shutil.rmtree(WORKTREE, ignore_errors=True)
-        raise
+        work.rename(WORKTREE)
     where = WORKTREE.relative_to(ROOT)
     out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
 

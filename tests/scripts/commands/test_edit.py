@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,27 @@ def test_refuses_a_second_edit_and_says_what_to_do(checkout: Checkout) -> None:
     assert "fixes.toml has no fix 7" in ended(checkout, "0.20.2", "7")
     ended(checkout, "--abort")
     assert "no release and fix" in ended(checkout)
+
+
+def test_what_a_kill_has_left_is_no_edit(checkout: Checkout, tmp_path: Path) -> None:
+    found = shutil.which("git")
+    program = tmp_path / "programs" / "git"
+    program.parent.mkdir()
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *--soft*) kill -KILL $PPID;; esac\nexec {found} "$@"\n'
+    )
+    program.chmod(0o755)
+    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
+    assert checkout.run("edit", "0.20.2", "1", PATH=path).returncode == -signal.SIGKILL
+    assert "no edit to continue" in ended(checkout, "--continue")
+    assert not worktree(checkout).exists()
+    ended(checkout, "0.20.2", "1")
+    assert [path.name for path in worktree(checkout).parent.iterdir()] == ["edit"]
+    (worktree(checkout) / ".git" / "kvfix.json").unlink()  # as where it was being removed
+    (worktree(checkout) / "left").touch()
+    ended(checkout, "0.20.2", "2")
+    assert not (worktree(checkout) / "left").exists()
+    ended(checkout, "--continue")
 
 
 def test_a_series_that_does_not_apply_leaves_no_worktree(checkout: Checkout) -> None:
