@@ -126,8 +126,7 @@ class Repository:
                 arguments, env, pinned, strip_newline_in_stdout=False, stdout_as_string=False
             )
         except GitCommandError as error:
-            words = (error.stderr or error.stdout or "").strip().removeprefix("stderr: ").strip("'")
-            raise self._refused(arguments[0], words) from error
+            raise self._refused(arguments[0], _words(error)) from error
         return output.decode("utf-8", "surrogateescape")
 
     @contextmanager
@@ -284,6 +283,15 @@ class Repository:
                 os.fspath(said),
                 env=identity(author, date),
             ).strip()
+
+
+def _words(error: GitCommandError) -> str:
+    """Return what git said, without what GitPython puts around it: a name, and quotes."""
+    said = (error.stderr or error.stdout or "").strip()
+    for name in ("stderr: ", "stdout: "):
+        said = said.removeprefix(name)
+    # One pair: what git says may end with a quote of its own, of a path to type.
+    return said.removeprefix("'").removesuffix("'").strip()
 
 
 def identity(author: str, date: str) -> dict[str, str]:

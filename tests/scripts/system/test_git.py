@@ -7,7 +7,7 @@ import pytest
 
 from scripts.commits.patches import patch_text
 from scripts.system.errors import GitError
-from scripts.system.git import Repository
+from scripts.system.git import Repository, identity
 from tests.scripts.repos import commit, git
 
 AUTHOR = "A Person <a@example.org>"
@@ -208,6 +208,20 @@ def test_the_words_of_git_are_in_the_message(tmp_path: Path) -> None:
     with pytest.raises(GitError, match=r"git tag failed in .*: fatal: .*'no such'") as caught:
         Repository(tmp_path).run("tag", "no such")
     assert "as git says" in caught.value.next_step
+
+
+@pytest.mark.parametrize("path", ["/plain", "'/with a space'", "''twice''"])
+def test_the_quotes_of_git_stay(tmp_path: Path, path: str) -> None:
+    commit(tmp_path, {"a.py": "a\n"})
+    with pytest.raises(GitError) as caught:
+        Repository(tmp_path).run("log", f"--no-such={path}")
+    assert caught.value.found.endswith(f": fatal: unrecognized argument: --no-such={path}")
+
+
+def test_what_git_says_on_its_output_is_in_the_message_too(tmp_path: Path) -> None:
+    commit(tmp_path, {"a.py": "a\n"})
+    with pytest.raises(GitError, match=r": On branch main\nnothing to commit.* clean$"):
+        Repository(tmp_path).run("commit", "-m", "m", env=identity(AUTHOR, DATE))
 
 
 def test_what_killed_commands_have_left_is_swept_and_nothing_else(tmp_path: Path) -> None:
