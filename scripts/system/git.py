@@ -14,10 +14,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
+from scripts.system.errors import GitError
+
+# Without git GitPython refuses to be imported, and nobody could say what is missing.
+os.environ["GIT_PYTHON_REFRESH"] = "quiet"
 from git.cmd import Git
 from git.exc import GitCommandError, GitCommandNotFound
-
-from scripts.system.errors import GitError
 
 _PINNED = {
     "commit.gpgSign": "false",

@@ -481,6 +481,12 @@ class TestTree:
         said_no(checkout.run("apply", "--tree", clone), 21, "uncommitted", "stash")
         said_no(checkout.run("apply", "--tree", tmp_path), 2, "no git checkout of vLLM")
 
+    def test_needs_git(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        (tmp_path / "empty").mkdir()
+        result = checkout.run("apply", "--tree", clone, PATH=str(tmp_path / "empty"))
+        said_no(result, 22, "git is not installed", "2.30", "install git")
+
     def test_and_a_wheel_exclude_each_other(self, checkout: Checkout, tmp_path: Path) -> None:
         result = checkout.run("apply", "--tree", tmp_path, "--wheel", tmp_path)
         assert result.returncode == 2

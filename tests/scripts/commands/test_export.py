@@ -94,6 +94,12 @@ class TestFolder:
         expected = contents(exported(made, tmp_path / "export"))
         assert contents(made.folder / exported(made, Path("dist", "relative"))) == expected
 
+    def test_needs_git(self, made: Checkout, tmp_path: Path) -> None:
+        (tmp_path / "empty").mkdir()
+        result = made.run("export", "--out", tmp_path / "it", PATH=str(tmp_path / "empty"))
+        said_no(result, 22, "git is not installed", "install git")
+        assert [path.name for path in tmp_path.iterdir()] == ["empty"]
+
     def test_cannot_be_a_file(self, made: Checkout, tmp_path: Path) -> None:
         (tmp_path / "it").write_text("mine\n")
         result = made.run("export", "--out", tmp_path / "it")
