@@ -47,7 +47,7 @@ def new_releases() -> list[str]:
     A patch release of an older series counts as new, too.
 
     Raises:
-        NetworkError: No index answers.
+        NetworkError: A source of the index settings does not answer.
     """
     lock = load_lock()
     oldest = next(iter(lock), "0")
@@ -61,7 +61,7 @@ def track() -> list[Tracked]:
 
     Raises:
         UsageError: This is no git checkout.
-        NetworkError: No index answers.
+        NetworkError: A source of the index settings does not answer.
         CommandError: One of the tools has failed.
     """
     here = Repository(ROOT)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -117,13 +117,20 @@ def _place(file: LockedFile) -> Path:
     return cache_folder() / "files" / file.sha256 / file.name
 
 
-def offered(distribution: str, version: str) -> tuple[OfferedFile, ...]:
+def offered(
+    distribution: str, version: str, complete: Callable[[Collection[str]], bool] = bool
+) -> tuple[OfferedFile, ...]:
     """Return the wheels and source archives of one version that the sources offer, by name.
 
     Yanked ones are included: a pinned release stays what it is.
 
+    Args:
+        distribution: Whose.
+        version: Of which version.
+        complete: Whether the names that were found are all that is looked for; one by default.
+
     Raises:
-        NetworkError: No source answered.
+        NetworkError: No source answered, or one did not, and the others are not complete.
         HashMismatchError: Two sources offer different files under one name.
         UsageError: The user's index settings cannot be understood.
     """
@@ -144,7 +151,7 @@ def offered(distribution: str, version: str) -> tuple[OfferedFile, ...]:
                     next_step="find out which is the release's own, and take the other source out "
                     "of the index settings",
                 )
-    sources.complain(distribution, fatal=not found)
+    sources.complain(distribution, fatal=not complete(found))
     return tuple(found[name] for name in sorted(found))
 
 
@@ -152,7 +159,7 @@ def published(distribution: str) -> tuple[Version, ...]:
     """Return the final versions that have a source archive which is not yanked, oldest first.
 
     Raises:
-        NetworkError: No source answered.
+        NetworkError: A source did not answer: what it has might be the newest.
         UsageError: The user's index settings cannot be understood.
     """
     found: set[Version] = set()
@@ -164,7 +171,7 @@ def published(distribution: str) -> tuple[Version, ...]:
                 continue
             if not link.is_yanked and not version.is_prerelease:
                 found.add(version)
-    sources.complain(distribution, fatal=not found)
+    sources.complain(distribution, fatal=True)
     return tuple(sorted(found))
 
 
@@ -248,12 +255,13 @@ class _Sources:
         """Name the sources that did not answer.
 
         Raises:
-            NetworkError: It is fatal, and none did.
+            NetworkError: It is fatal, and there are such, or none was asked.
         """
-        if fatal and not self.answers:
+        if fatal and (self.failures or not self.answers):
             raise NetworkError(
-                f"no source lists the files of {distribution}:" + _bullets(self.reasons()),
-                expected="an index that answers",
+                f"no source that answers lists the files of {distribution} that are looked for:"
+                + _bullets(self.reasons()),
+                expected="an answer of every source in the index settings",
                 next_step="connect, or correct the index settings of pip or uv, then run the same "
                 "command again",
             )

@@ -7,7 +7,8 @@ the index no longer offers stays in the lock.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from functools import partial
 from pathlib import Path
 
 from packaging.version import Version
@@ -36,7 +37,8 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
         UsageError: A name is no final version.
         UnknownReleaseError: The index does not have the release, or no sdist of it.
         HashMismatchError: A pinned file has another hash on the index.
-        NetworkError: The index does not answer.
+        NetworkError: The index does not answer; or a source does not, and the others do not have
+            all that is pinned, or no sdist.
     """
     names = dict.fromkeys(_release_name(text, path) for text in releases)
     old = load_lock(path)
@@ -44,7 +46,8 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
     differing: list[str] = []
     for name in names:
         pinned = old[name].hashes() if name in old else {}
-        offers = {offer.name: offer for offer in index.offered(DISTRIBUTION, name)}
+        complete = partial(_complete, pinned)
+        offers = {offer.name: offer for offer in index.offered(DISTRIBUTION, name, complete)}
         found = {
             offer.name: offer.sha256 or index.transferred_hash(offer) for offer in offers.values()
         }
@@ -73,6 +76,10 @@ def lock(releases: Iterable[str], path: Path = LOCK) -> None:
     if new != old:
         with replacing(path) as target:
             target.write(render(new).encode())
+
+
+def _complete(pinned: Collection[str], names: Collection[str]) -> bool:
+    return {*pinned} <= {*names} and any(map(is_sdist, names))
 
 
 def _state(pinned: str | None, found: str | None) -> str:

@@ -109,6 +109,15 @@ def test_no_index_is_no_verdict(checkout: Checkout) -> None:
     assert not checkout.dist.exists()
 
 
+def test_a_source_that_fails_is_no_verdict(checkout: Checkout, local_index: LocalIndex) -> None:
+    offer(local_index, "0.20.2", toys.FILES)
+    dead = "http://127.0.0.1:9/simple"
+    result = checkout.run("track", PIP_INDEX_URL=dead, PIP_EXTRA_INDEX_URL=local_index.url)
+    assert result.returncode == 19
+    assert dead in result.stderr
+    assert not checkout.dist.exists()
+
+
 def test_no_git_checkout(checkout: Checkout) -> None:
     shutil.rmtree(checkout.folder / ".git")
     result = checkout.run("track")

@@ -467,6 +467,34 @@ class TestOffered:
         assert len(index.offered("vllm", "0.20.2")) == 1
         assert dead in capsys.readouterr().err
 
+    def test_a_source_that_fails_may_have_it(
+        self, served: LocalIndex, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert index.offered("vllm", "0.20.9") == ()
+        dead = f"http://127.0.0.1:{closed_port()}/simple/"
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", dead)
+        with pytest.raises(NetworkError, match=dead):
+            index.offered("vllm", "0.20.9")
+        with pytest.raises(NetworkError, match=dead):
+            index.offered("vllm", "0.20.2", lambda names: "vllm-0.20.2.tar.gz" in names)
+
+
+class TestPublished:
+    def test_are_the_final_versions_that_have_sources(self, served: LocalIndex) -> None:
+        for name in ("0.20.2", "0.20.1", "0.21.0rc1", "0.21.0"):
+            served.files[f"vllm-{name}.tar.gz"] = b""
+        served.yanked["vllm-0.21.0.tar.gz"] = "broken"
+        assert [*map(str, index.published("vllm"))] == ["0.20.1", "0.20.2"]
+
+    def test_of_a_source_that_fails_are_not_known(
+        self, served: LocalIndex, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        served.files["vllm-0.20.2.tar.gz"] = b""
+        dead = f"http://127.0.0.1:{closed_port()}/simple/"
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", dead)
+        with pytest.raises(NetworkError, match=dead):
+            index.published("vllm")
+
 
 def test_cache_folder(no_settings: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVFIX_CACHE", "~/mine")

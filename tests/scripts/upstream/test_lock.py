@@ -213,6 +213,39 @@ class TestLock:
         with pytest.raises(NetworkError):
             lock(["0.20.2"], path)
 
+    @pytest.mark.parametrize("there", [(), (X86,), (X86, SDIST)])
+    def test_a_source_that_fails_may_have_the_rest(
+        self,
+        served: LocalIndex,
+        path: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        there: tuple[str, ...],
+    ) -> None:
+        lock(["0.20.2"], path)
+        before = path.read_bytes()
+        capsys.readouterr()
+        (tmp_path / "links").mkdir()
+        for name in there:
+            (tmp_path / "links" / name).write_bytes(name.encode())
+        dead = "http://127.0.0.1:9/simple/"
+        monkeypatch.setenv("PIP_INDEX_URL", dead)
+        monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "links"))
+        if SDIST in there:
+            lock(["0.20.2"], path)
+            said = capsys.readouterr()
+            assert "vanished" not in said.out
+            assert f"not every source answered: {dead}" in said.err
+        else:
+            with pytest.raises(NetworkError, match=dead):
+                lock(["0.20.2"], path)
+            assert "vanished" not in capsys.readouterr().out
+        for unpinned in ("0.34.0", "0.20.1"):
+            with pytest.raises(NetworkError, match=dead):
+                lock([unpinned], path)
+        assert path.read_bytes() == before
+
     def test_command_line(self, served: LocalIndex) -> None:
         result = subprocess.run(
             [sys.executable, "-m", "scripts.commands.lock", "nonsense"],
