@@ -5,16 +5,18 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.text import Text
 
-from scripts.system.errors import INTERRUPTED, TERMINATED, KvfixError, StorageError
+from scripts.system.errors import INTERRUPTED, TERMINATED, UNREAD, KvfixError, StorageError
 
 
 def visible(text: str) -> str:
@@ -34,6 +36,10 @@ class _Console(Console):
     def render_str(self, text: str, **how: Any) -> Text:  # noqa: ANN401
         return super().render_str(visible(text), **how)
 
+    def on_broken_pipe(self) -> None:
+        """Leave it to `entry`: rich would end with the code of a failure."""
+        raise BrokenPipeError
+
 
 out = _Console(highlight=False, soft_wrap=True)
 err = _Console(stderr=True, highlight=False, soft_wrap=True)
@@ -49,6 +55,11 @@ _STORAGE = {
     errno.EEXIST: "a file lies where a folder should",
     errno.EISDIR: "a folder lies where a file should",
     errno.EIO: "the device fails",
+}
+_PATH = {
+    errno.ENAMETOOLONG: "the name is longer than this system takes",
+    errno.ENOENT: "no such file or folder",
+    errno.ELOOP: "links that lead in a circle",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -68,36 +79,87 @@ def entry(main: Callable[[], None]) -> NoReturn:
     # A TERM must unwind like Ctrl-C does, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
     try:
-        main()
+        code = _ended(main)
+    except BrokenPipeError:
+        if not _silence_unread():
+            raise
+        code = UNREAD
+    sys.exit(code)
+
+
+def _ended(main: Callable[[], None]) -> int | str | None:
+    """Run one command, and return what the process is to be left with."""
+    try:
+        try:
+            main()
+        except SystemExit as end:
+            code = end.code
+        else:
+            code = 0
+        sys.stdout.flush()  # not at the very end, where nobody is told that it failed
+        return code
+    except BrokenPipeError:
+        raise
     except KvfixError as error:
         _print_error(error)
-        sys.exit(error.exit_code)
+        return error.exit_code
     except OSError as error:
         known = storage_error(error)
         if known is None:
             raise
         _print_error(known)
-        sys.exit(known.exit_code)
+        return known.exit_code
     except KeyboardInterrupt:
         err.print("[bold]Interrupted.[/] Nothing was left half done; the same command starts anew.")
-        sys.exit(INTERRUPTED)
-    sys.exit(0)
+        return INTERRUPTED
+
+
+def _silence_unread() -> bool:
+    """Have the output that nobody reads any more go nowhere; return whether there is such."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)
+    unread = [one for one, event in poll.poll(0) if event & (select.POLLERR | select.POLLHUP)]
+    for descriptor in unread:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    return bool(unread)
 
 
 def storage_error(error: OSError) -> StorageError | None:
-    """Return what a user can do about a failed write, or None where it is another error."""
+    """Return what a user can do about a file or folder that fails; None for another error."""
+    tail = "the cache goes where KVFIX_CACHE says, and what apply and export write where --out says"
+    relative = error.filename is None or not Path(error.filename).is_absolute()
+    if error.errno == errno.ENOENT and relative and not _is_somewhere():
+        return StorageError(
+            "the working directory is not there any more",
+            expected="one that is",
+            next_step="change to a folder that is there, then run the same command",
+        )
     reason = _STORAGE.get(error.errno or 0)
     if reason is None:
-        return None
+        if error.filename is None:
+            return None
+        return StorageError(
+            f"cannot use {error.filename}: {_PATH.get(error.errno or 0, error.strerror)}",
+            expected="a path that is there, or can be made",
+            next_step=f"put that right, or name another one, then run the same command; {tail}",
+        )
     where = os.fspath(error.filename) if error.filename is not None else "the target folder"
     full = error.errno in _FULL
     return StorageError(
         f"cannot write {where}: {reason}",
         expected="a folder with room for what is written" if full else "a folder to write to",
         next_step=("free space there" if full else "put that right")
-        + ", then run the same command; the cache goes where KVFIX_CACHE says, "
-        "and what apply and export write where --out says",
+        + f", then run the same command; {tail}",
     )
+
+
+def _is_somewhere() -> bool:
+    try:
+        Path.cwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _print_error(error: KvfixError) -> None:

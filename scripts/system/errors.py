@@ -18,6 +18,7 @@ CARRIED = 32
 """`nox -s track`: releases were carried, and every branch is ready. No failure."""
 INTERRUPTED = 128 + signal.SIGINT  # what shells report for Ctrl-C
 TERMINATED = 128 + signal.SIGTERM
+UNREAD = 128 + signal.SIGPIPE  # what they report where the reader of a pipe has gone
 
 
 class KvfixError(Exception):

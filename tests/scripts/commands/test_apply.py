@@ -556,6 +556,21 @@ class TestStorage:
         for out in (tmp_path / "file", tmp_path / "file" / "below"):
             self.check(checkout.run("apply", "--out", out), checkout, f"cannot write {out}")
 
+    @pytest.mark.parametrize("words", [["--out"], ["--layer", "--out"], ["--wheel"], ["--tree"]])
+    def test_of_no_name_that_can_be(self, checkout: Checkout, words: list[str]) -> None:
+        name = "x" * 300 + ".whl"
+        result = checkout.run("apply", *words, name)
+        self.check(result, checkout, f"cannot use {name}", ": the name is longer")
+
+    @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+    def test_that_takes_no_folder(self, checkout: Checkout) -> None:
+        self.check(checkout.run("apply", "--out", "/proc/x"), checkout, "cannot use /proc/x: no")
+
+    def test_of_a_working_directory_that_is_gone(self, checkout: Checkout, tmp_path: Path) -> None:
+        script = f'mkdir {tmp_path}/it && cd {tmp_path}/it && rmdir ../it && exec "$@"'
+        result = checkout.run("apply", "--out", "x", prefix=["sh", "-c", script, "sh"])
+        self.check(result, checkout, "the working directory is not there any more")
+
     def test_of_the_cache(self, checkout: Checkout, tmp_path: Path) -> None:
         (tmp_path / "file").touch()
         result = checkout.run("apply", KVFIX_CACHE=str(tmp_path / "file"))

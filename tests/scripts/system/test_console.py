@@ -4,16 +4,20 @@ import errno
 import io
 import os
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import NoReturn
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
+from scripts.project import ROOT
 from scripts.system import console
 from scripts.system.console import entry, progress, storage_error
-from scripts.system.errors import KvfixError, PatchDoesNotApplyError, StorageError
+from scripts.system.errors import UNREAD, KvfixError, PatchDoesNotApplyError, StorageError
 
 
 @pytest.fixture(autouse=True)
@@ -76,6 +80,80 @@ def test_a_full_disk_that_does_not_say_where() -> None:
     found = storage_error(OSError(errno.ENOSPC, "No space left on device"))
     assert found is not None
     assert "cannot write the target folder: no space left" in found.found
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("ENAMETOOLONG", "the name is longer than this system takes"),
+        ("ENOENT", "no such file or folder"),
+        ("ELOOP", "links that lead in a circle"),
+        ("ETXTBSY", "Text file busy"),
+    ],
+)
+def test_a_path_that_fails_is_no_traceback(
+    code: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = OSError(getattr(errno, code), os.strerror(getattr(errno, code)), "dist/x.whl")
+    assert ended(raising(error)) == StorageError.exit_code
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: cannot use dist/x.whl: {words}\nexpected: ")
+    assert "name another one" in said
+
+
+def test_a_working_directory_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "it").mkdir()
+    monkeypatch.chdir(tmp_path / "it")
+    (tmp_path / "it").rmdir()
+    for name in (None, "dist"):
+        error = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        found = storage_error(error)
+        assert found is not None
+        assert "the working directory is not there any more" in found.found
+    other = storage_error(FileNotFoundError(errno.ENOENT, "no", str(tmp_path / "other")))
+    assert other is not None
+    assert f"cannot use {tmp_path / 'other'}" in other.found
+
+
+_SAYS = {
+    "print": "print('words')",
+    "table": "console.out.print('words')",
+    "help": "console.parser_of('it', None).parse_args(['--help'])",
+    "error": "console.err.print('words')",
+    "refusal": "(_ for _ in ()).throw(KvfixError('f', expected='e', next_step='n'))",
+}
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize("says", _SAYS)
+def test_it_ends_quietly_where_nobody_reads(says: str, unbuffered: str) -> None:
+    code = (
+        "from scripts.system import console\nfrom scripts.system.errors import KvfixError\n"
+        f"console.entry(lambda: {_SAYS[says]})"
+    )
+    read, unread = os.pipe()
+    os.close(read)
+    both = says in ("error", "refusal")
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+        stdout=unread,
+        stderr=unread if both else subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    os.close(unread)
+    # argparse lets go of what it cannot write itself.
+    assert result.returncode in ((0, UNREAD) if says == "help" else (UNREAD,))
+    assert both or result.stderr == ""
+
+
+def test_another_pipe_that_breaks_is_shown_whole() -> None:
+    with pytest.raises(BrokenPipeError):
+        entry(raising(BrokenPipeError(errno.EPIPE, "of a child")))
 
 
 def test_what_a_user_cannot_mend_is_shown_whole() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from scripts.project import ROOT
-from scripts.system.errors import CARRIED, INTERRUPTED, TERMINATED, KvfixError
+from scripts.system.errors import CARRIED, INTERRUPTED, TERMINATED, UNREAD, KvfixError
 
 KINDS: list[type[KvfixError]] = [KvfixError, *KvfixError.__subclasses__()]
 
@@ -13,7 +13,7 @@ KINDS: list[type[KvfixError]] = [KvfixError, *KvfixError.__subclasses__()]
 def test_every_kind_of_failure_has_an_exit_code_of_its_own() -> None:
     codes = [kind.exit_code for kind in KINDS]
     assert len(set(codes)) == len(codes)
-    assert not {0, CARRIED, INTERRUPTED, TERMINATED} & {*codes}
+    assert not {0, CARRIED, INTERRUPTED, TERMINATED, UNREAD} & {*codes}
     assert all(kind.__doc__ for kind in KINDS)
 
 
@@ -28,7 +28,7 @@ def test_the_table_of_the_docs_is_that_of_the_code() -> None:
     found = {(int(code), name, said) for code, name, said in rows if name}
     assert found == expected
     others = {int(code) for code, name, _ in rows if not name}
-    assert others == {0, CARRIED, INTERRUPTED, TERMINATED}
+    assert others == {0, CARRIED, INTERRUPTED, TERMINATED, UNREAD}
     assert [int(code) for code, _, _ in rows] == sorted(int(code) for code, _, _ in rows)
 
 
