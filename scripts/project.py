@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -75,11 +76,7 @@ def supported_release(text: str) -> str:
         version, final = "", False
     if version in releases:
         return version
-    meant = [
-        release
-        for release in releases
-        if version and (release.startswith(f"{version}.") or Version(release) == Version(version))
-    ]
+    meant = meant_releases(version, releases) if version else []
     raise UnknownReleaseError(
         f"{text!r} names {len(meant)} vLLM releases"
         if meant
@@ -90,6 +87,15 @@ def supported_release(text: str) -> str:
         else "give one of these, or carry the fixes to it: "
         f"nox -s lock -- {version}, then: nox -s rebase -- {version}",
     )
+
+
+def meant_releases(version: str, releases: Iterable[str]) -> list[str]:
+    """Return those of `releases` that `version`, in its normal form, may be a part of."""
+    return [
+        release
+        for release in releases
+        if release.startswith(f"{version}.") or Version(release) == Version(version)
+    ]
 
 
 def _is_final(version: Version) -> bool:

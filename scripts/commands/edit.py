@@ -25,7 +25,7 @@ def main() -> None:
     """Run the step that the command line names."""
     parser = parser_of("edit", __doc__)
     parser.add_argument("release", nargs="?")
-    parser.add_argument("fix", nargs="?")
+    parser.add_argument("fix", nargs="?", type=str.upper)
     parser.add_argument("--only", action="store_true", help="this release alone")
     step = parser.add_mutually_exclusive_group()
     step.add_argument("--continue", dest="finish", action="store_true")

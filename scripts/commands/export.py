@@ -82,7 +82,9 @@ def _selected(target: Target, ids: Sequence[str] | None, registry: Registry) -> 
 def _arguments() -> argparse.Namespace:
     parser = parser_of("export", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
-    parser.add_argument("--fix", action="append", metavar="ID", help="only these; repeatable")
+    parser.add_argument(
+        "--fix", action="append", type=str.upper, metavar="ID", help="only these; repeatable"
+    )
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--into", type=Path, metavar="DIR", help="a clone of vLLM or of a fork")
     target.add_argument("--prove", action="store_true", help="run each commit, and a build")

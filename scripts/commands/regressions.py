@@ -39,7 +39,9 @@ def main() -> None:
     """Run the releases that the command line names, or the default one."""
     parser = parser_of("regressions", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
-    parser.add_argument("--fix", action="append", metavar="ID", help="only this fix; repeatable")
+    parser.add_argument(
+        "--fix", action="append", type=str.upper, metavar="ID", help="only this fix; repeatable"
+    )
     parser.add_argument(
         "--again", action="store_true", help="run each fix alone also where that is on record"
     )

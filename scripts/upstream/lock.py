@@ -16,7 +16,7 @@ from typing import Any
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
-from scripts.project import PATCHES, read_toml
+from scripts.project import PATCHES, meant_releases, read_toml
 from scripts.system.errors import NotLockedError, RegistryError, UnknownReleaseError
 
 DISTRIBUTION = "vllm"
@@ -158,16 +158,20 @@ def pinned_release(text: str) -> str:
     """Return the pinned release that a command line names, in its normal form.
 
     Raises:
-        UnknownReleaseError: None is called so.
+        UnknownReleaseError: None is called so in full.
     """
-    version = final_version(text)
-    if version is not None and str(version) in load_lock():
+    version, pinned = final_version(text), load_lock()
+    if version is not None and str(version) in pinned:
         return str(version)
+    meant = meant_releases(str(version), pinned) if version else []
     raise UnknownReleaseError(
-        f"{text!r} is not a pinned vLLM release",
-        expected=f"one of {', '.join(load_lock())}",
+        f"{text!r} names {len(meant)} pinned vLLM releases"
+        if meant
+        else f"{text!r} is not a pinned vLLM release",
+        expected=f"one of {', '.join(meant or pinned)}",
         next_step="give one of these"
-        + (f", or pin it first: nox -s lock -- {version}" if version else ""),
+        if meant or not version
+        else f"give one of these, or pin it first: nox -s lock -- {version}",
     )
 
 

@@ -23,6 +23,7 @@ from scripts.upstream.lock import (
     LockedRelease,
     load_lock,
     locked_release,
+    pinned_release,
     render,
 )
 from scripts.upstream.pin import lock
@@ -301,6 +302,32 @@ def test_lock_that_contradicts_itself(path: Path, text: str, message: str) -> No
         load_lock(path)
     assert message in caught.value.found
     assert str(path) in caught.value.found
+
+
+@pytest.mark.parametrize("text", ["0.20.2", "v0.20.2", " 0.20.2 "])
+def test_a_pinned_release_in_full(text: str) -> None:
+    assert pinned_release(text) == "0.20.2"
+
+
+def test_a_part_of_a_number_names_what_is_pinned_of_it() -> None:
+    with pytest.raises(UnknownReleaseError, match=r"'0\.20' names 3 pinned") as caught:
+        pinned_release("0.20")
+    assert caught.value.expected == "one of 0.20.0, 0.20.1, 0.20.2"
+    assert caught.value.next_step == "give one of these"
+
+
+@pytest.mark.parametrize("text", ["0.99.0", "0.99"])
+def test_what_is_not_pinned_can_be(text: str) -> None:
+    with pytest.raises(UnknownReleaseError, match="is not a pinned") as caught:
+        pinned_release(text)
+    assert caught.value.next_step.endswith(f"nox -s lock -- {text}")
+
+
+@pytest.mark.parametrize("text", ["newest", "0.20.2+ours", "0.99.0rc1"])
+def test_what_cannot_be_pinned_is_not_to_be(text: str) -> None:
+    with pytest.raises(UnknownReleaseError) as caught:
+        pinned_release(text)
+    assert caught.value.next_step == "give one of these"
 
 
 def test_no_lock_yet(path: Path) -> None:
