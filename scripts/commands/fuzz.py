@@ -20,7 +20,7 @@ from typing import Any
 from rich.table import Table
 
 from scripts.project import REPORTS, ROOT
-from scripts.system.console import entry, err, out, parser_of
+from scripts.system.console import at_least, entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 
@@ -32,9 +32,11 @@ def main() -> None:
     """Run the cases, and print what came of them."""
     parser = parser_of("fuzz", __doc__)
     for kind, count in _COUNTS.items():
-        parser.add_argument(f"--{kind}", type=int, default=count, metavar="N")
+        parser.add_argument(f"--{kind}", type=at_least(0), default=count, metavar="N")
     parser.add_argument("--seed", default=secrets.token_hex(4))
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first")
+    parser.add_argument(
+        "--first", type=at_least(0), default=0, metavar="N", help="number of the first"
+    )
     options = parser.parse_args()
     _FOLDER.mkdir(parents=True, exist_ok=True)
     err.print(f"seed {options.seed}")

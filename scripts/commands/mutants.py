@@ -21,7 +21,7 @@ from rich.table import Table
 from scripts.mutants.run import TOOLS, Row, of_release, of_tools
 from scripts.mutants.verdict import SHARE, Verdict, judge, read_equivalents
 from scripts.project import REPORTS, ROOT, supported_release
-from scripts.system.console import entry, err, out, parser_of
+from scripts.system.console import at_least, entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
 
@@ -34,7 +34,9 @@ def main() -> None:
     parser.add_argument(
         "--survivors", action="store_true", help="only what survived in the run before"
     )
-    parser.add_argument("--workers", type=int, default=2, help="processes at a time, 2.5 GB each")
+    parser.add_argument(
+        "--workers", type=at_least(1), default=2, help="processes at a time, 2.5 GB each"
+    )
     options = parser.parse_args()
     tools = options.release == TOOLS
     release = TOOLS if tools else supported_release(options.release)

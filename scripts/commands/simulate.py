@@ -15,14 +15,15 @@ that grows meanwhile is named. A table of a patched build of which nobody knows 
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from rich.markup import escape
 from rich.table import Table
 
 from scripts.project import project, supported_release
-from scripts.prove.simulation import SIDES, Life, Side, drawn, live, simulate, why
-from scripts.system.console import entry, err, out, parser_of
+from scripts.prove.simulation import PROFILES, SIDES, Life, Side, drawn, live, simulate, why
+from scripts.system.console import at_least, entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 
 
@@ -31,15 +32,23 @@ def main() -> None:
     parser = parser_of("simulate", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument("--side", choices=SIDES, help="stock or patched alone, not both")
-    parser.add_argument("--steps", type=int, default=20_000, help="events on each side")
+    parser.add_argument("--steps", type=at_least(1), default=20_000, help="events on each side")
     parser.add_argument("--seed", default="0", help="other histories for another one")
     parser.add_argument(
-        "--profile", action="append", default=[], help="what may happen; all profiles in turn"
+        "--profile",
+        choices=PROFILES,
+        action="append",
+        default=[],
+        help="what may happen; all profiles in turn",
     )
-    parser.add_argument("--history", help="this one only, by the seed that was printed")
+    parser.add_argument(
+        "--history", type=_history, help="this one only, by the seed that was printed"
+    )
     parser.add_argument("--first", help="end a side when it shows something like this (regex)")
     parser.add_argument("--timelines", action="store_true", help="print those of stock as well")
-    parser.add_argument("--requests", type=int, help="one life of engines, with so many requests")
+    parser.add_argument(
+        "--requests", type=at_least(1), help="one life of engines, with so many requests"
+    )
     parser.add_argument(
         "--without", action="append", default=[], help="with --requests: events that do not happen"
     )
@@ -76,6 +85,14 @@ def main() -> None:
             expected="nothing that the same history does not show on stock",
             next_step="read the timelines above; reports/ has the shrunk histories",
         )
+
+
+def _history(text: str) -> str:
+    if text.partition("/")[0] not in PROFILES:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is of no profile; a seed is printed as in {PROFILES[0]}/0/1"
+        )
+    return text
 
 
 def _live(releases: Sequence[str], sides: Sequence[str], words: Sequence[str]) -> None:

@@ -23,6 +23,29 @@ from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 
 SIDES = ("stock", "patched")
+PROFILES = (
+    "quiet",
+    "clients",
+    "reads",
+    "hybrid",
+    "window",
+    "ranks",
+    "latent",
+    "readers",
+    "handshakes",
+    "nodes",
+    "leases",
+    "async",
+    "full",
+    "states",
+    "crowded",
+    "lookahead",
+    "restarts",
+    "refusals",
+    "turns",
+    "all",
+)
+"""Of tests/simulation/history.py, which needs vLLM to be imported."""
 _LIMIT = 6.25 * 3600.0  # seconds for a side
 
 GROWS = {

@@ -73,6 +73,17 @@ def parser_of(session: str, about: str | None) -> argparse.ArgumentParser:
     )
 
 
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads a whole number on a command line, as argparse's `type`."""
+
+    def number(text: str) -> int:
+        if (value := int(text)) < least:
+            raise argparse.ArgumentTypeError(f"{value} is less than {least}")
+        return value
+
+    return number
+
+
 def entry(main: Callable[[], None]) -> NoReturn:
     """Run one command and leave the process with its exit code."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

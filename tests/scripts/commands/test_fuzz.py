@@ -53,6 +53,17 @@ def test_runs_each_kind_as_often_as_it_is_told(children: Children) -> None:
     ]
 
 
+@pytest.mark.parametrize("words", [("--wheels", "-1"), ("--kills", "few"), ("--first", "-1")])
+def test_refuses_what_is_no_count(
+    children: Children, words: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        children.fuzz(*words)
+    assert caught.value.code == 2
+    assert words[1] in capsys.readouterr().err
+    assert children.started == []
+
+
 def test_prints_how_the_cases_ended(children: Children, capsys: pytest.CaptureFixture[str]) -> None:
     children.fuzz("--seed", "s")
     said = capsys.readouterr()

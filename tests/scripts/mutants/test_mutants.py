@@ -9,6 +9,7 @@ from textwrap import dedent
 
 import pytest
 
+from scripts.commands import mutants
 from scripts.mutants import run
 from scripts.mutants.run import CORE, TOOLS, Row, overlay_modules, that_test
 from scripts.mutants.verdict import SHARE, Equivalent, Verdict, judge, read_equivalents
@@ -355,3 +356,14 @@ def test_a_name_that_no_module_has_is_refused() -> None:
 
 def test_of_the_tools_every_name_counts() -> None:
     assert Equivalent("m", "f", "c", "w", "==1.0").is_for(TOOLS)
+
+
+def test_without_a_process_nothing_is_tried(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["mutants", "tools", "--workers", "0"])
+    monkeypatch.setattr(mutants, "of_tools", lambda *_: pytest.fail("it began"))
+    with pytest.raises(SystemExit) as caught:
+        mutants.main()
+    assert caught.value.code == 2
+    assert "--workers: 0 is less than 1" in capsys.readouterr().err
