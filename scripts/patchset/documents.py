@@ -70,8 +70,8 @@ def _pins(carried: Sequence[str]) -> str:
 def _details(registry: Registry, held: dict[str, set[str]]) -> str:
     parts = [
         "# The fixes\n<!-- made by `nox -s edit -- --restamp` from patches/fixes.toml -->\n",
-        "Look for your log line, HTTP status or metric below *Symptom*. Fixes stand in the order in "
-        "which they are applied. A number is that of upstream's pull request; K is ours.\n",
+        "Look for your log line, HTTP status or metric below *Symptom*. Fixes stand in the order "
+        "in which they are applied. A number is that of upstream's pull request; K is ours.\n",
     ]
     for fix in registry.fixes.values():
         releases = [release for release, ids in held.items() if fix.id in ids]
