@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .bundle import Bundle, sha256
+from .files import folders_of
 from .metadata import VERSION_MODULE, header, patched_version, record_row, record_rows
 from .refusal import ALREADY_PATCHED, BROKEN, DIFFERS, STORAGE, USAGE, WRONG_RELEASE, RefusalError
 
@@ -199,7 +200,8 @@ def require_writable(site: Path, dist_info: str, paths: Iterable[str]) -> None:
         RefusalError: A folder is read-only.
     """
     beside = {(site / path).parent for path in paths}
-    folders = {site, site / dist_info, *beside, *(folder / "__pycache__" for folder in beside)}
+    folders = {site, *beside, *(folder / "__pycache__" for folder in beside)}
+    folders.update(folders_of(site / dist_info))
     closed = sorted(
         str(path) for path in folders if path.is_dir() and not os.access(path, os.W_OK | os.X_OK)
     )

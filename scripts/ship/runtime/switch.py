@@ -14,7 +14,7 @@ import py_compile
 import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -22,6 +22,21 @@ from typing import Any
 from zipfile import ZIP_DEFLATED, BadZipFile, ZipFile, ZipInfo
 
 from .bundle import sha256
+from .files import (
+    NOBODY_KNOWN,
+    Owner,
+    byte_code,
+    folders_of,
+    give,
+    make_folder,
+    move,
+    owner_at,
+    put_folder,
+    remove_empty,
+    sync,
+    sync_folders,
+    write,
+)
 from .installed import UNDO, WORK, require_writable
 from .refusal import CHECK_FAILED, DIFFERS, STORAGE, RefusalError
 
@@ -99,12 +114,12 @@ def exchange(plan: Exchange) -> None:
         moves = _stage(plan, work)
         _begin(work)
         for path in moves:
-            _move(work / "new" / path, site / path)
-            for stale in _byte_code(site / path):
+            move(work / "new" / path, site / path)
+            for stale in byte_code(site / path):
                 stale.unlink()
         for path in _compiled(work / "new"):
-            _move(work / "new" / path, site / path)
-        _put_folder(work / "new" / plan.patched, site / plan.patched)
+            move(work / "new" / path, site / path)
+        put_folder(work / "new" / plan.patched, site / plan.patched)
         shutil.rmtree(site / plan.stock)
         _read_back(plan)
         _sync(site, [*moves, f"{plan.patched}/RECORD"])
@@ -125,10 +140,10 @@ def _stage(plan: Exchange, work: Path) -> list[str]:
     changes: dict[str, bytes | None] = dict(plan.files)
     kept = {path: site / path for path in stock}
     for path in moves:
-        mode = (site / path).stat().st_mode & 0o7777 if path in kept else 0o644
-        _write(new / path, plan.files[path], mode)
+        mode = _mode(site / path) if path in kept else 0o644
+        write(new / path, plan.files[path], mode, owner_at(site / path))
     for path in stock:
-        for found in _byte_code(site / path):
+        for found in byte_code(site / path):
             name = found.relative_to(site).as_posix()
             kept[name], changes[name] = found, None
     if any(cache_from_source(path) in kept for path in stock if path.endswith(".py")):
@@ -136,21 +151,36 @@ def _stage(plan: Exchange, work: Path) -> list[str]:
         for path in moves:
             if path.endswith(".py"):
                 name = cache_from_source(path)
+                make_folder((new / name).parent)
                 py_compile.compile(str(new / path), str(new / name), str(site / path), doraise=True)
+                give(new / name, owner_at(site / name))
                 changes[name] = (new / name).read_bytes()
     for found in sorted((site / plan.stock).rglob("*")):
         if not found.is_dir():
             kept[found.relative_to(site).as_posix()] = found
+    stock_info, info = site / plan.stock, new / plan.patched
     for name, data in plan.metadata.items():
-        old = site / plan.stock / name
-        _write(
-            new / plan.patched / name, data, old.stat().st_mode & 0o7777 if old.exists() else 0o644
-        )
+        old = stock_info / name
+        mode = _mode(old) if old.exists() else 0o644
+        write(info / name, data, mode, owner_at(old))
     _keep(plan, kept, work / "undo.part")
-    _write(new / plan.patched / UNDO, (work / "undo.part").read_bytes(), 0o644)
-    changes[f"{plan.patched}/{UNDO}"] = (work / "undo.part").read_bytes()
-    _write(new / plan.patched / "RECORD", plan.record(changes), 0o644)
+    undo_data = (work / "undo.part").read_bytes()
+    write(info / UNDO, undo_data, 0o644, owner_at(stock_info))
+    changes[f"{plan.patched}/{UNDO}"] = undo_data
+    write(info / "RECORD", plan.record(changes), 0o644, owner_at(stock_info / "RECORD"))
+    _make_alike(info, stock_info)
     return moves
+
+
+def _make_alike(info: Path, stock_info: Path) -> None:
+    """Give the folders of the new metadata owner and mode of the old ones; empty ones come too."""
+    for old in folders_of(stock_info):
+        make_folder(info / old.relative_to(stock_info))
+    for folder in folders_of(info):
+        old = stock_info / folder.relative_to(info)
+        give(folder, owner_at(old))
+        if old.is_dir():
+            folder.chmod(_mode(old))
 
 
 def _keep(plan: Exchange, kept: Mapping[str, Path], target: Path) -> None:
@@ -160,18 +190,36 @@ def _keep(plan: Exchange, kept: Mapping[str, Path], target: Path) -> None:
         "patched": plan.patched,
         "new": {path: sha256(data) for path, data in plan.files.items()},
         "kept": {},
+        "folders": {
+            path.relative_to(plan.site).as_posix(): _facts(path)
+            for path in folders_of(plan.site / plan.stock)
+        },
     }
     with ZipFile(target, "w") as archive:
         for path, place in kept.items():
-            data, found = place.read_bytes(), place.stat()
+            data = place.read_bytes()
             manifest["kept"][path] = {
                 "sha256": sha256(data),
-                "mode": found.st_mode & 0o7777,
-                "mtime_ns": found.st_mtime_ns,
+                "mtime_ns": place.stat().st_mtime_ns,
+                **_facts(place),
             }
             archive.writestr(_member(path), data)
         archive.writestr(_member(_MANIFEST), json.dumps(manifest, indent=1))
-    _fsync(target)
+    give(target, owner_at(plan.site))
+    sync(target)
+
+
+def _mode(place: Path) -> int:
+    return place.stat().st_mode & 0o7777
+
+
+def _facts(place: Path) -> dict[str, int]:
+    uid, gid = owner_at(place)
+    return {"mode": _mode(place), "uid": uid, "gid": gid}
+
+
+def _owner(facts: Mapping[str, int]) -> Owner:
+    return (facts["uid"], facts["gid"]) if "uid" in facts else NOBODY_KNOWN
 
 
 def _member(name: str) -> ZipInfo:
@@ -192,7 +240,7 @@ def undo(site: Path, kept: Path) -> None:
     require_writable(site, manifest["patched"], manifest["new"])
     work = site / WORK
     shutil.rmtree(work, ignore_errors=True)
-    _write(work / "undo.part", kept.read_bytes(), 0o644)
+    write(work / "undo.part", kept.read_bytes(), 0o644, owner_at(site))
     _begin(work)
     restore(site)
 
@@ -213,20 +261,24 @@ def restore(site: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
         with ZipFile(work / "undo.zip") as archive:
             for path, facts in manifest["kept"].items():
-                _write(back / path, archive.read(path), facts["mode"])
+                write(back / path, archive.read(path), facts["mode"], _owner(facts))
                 os.utime(back / path, ns=(facts["mtime_ns"],) * 2)
+        for path, facts in manifest.get("folders", {}).items():
+            make_folder(back / path)
+            give(back / path, _owner(facts))
+            (back / path).chmod(facts["mode"])
         for path in manifest["new"]:
-            for stale in _byte_code(site / path):
+            for stale in byte_code(site / path):
                 stale.unlink()
         paths = [path for path in manifest["kept"] if not path.startswith(f"{stock}/")]
         for path in paths:  # the sources before their byte code
-            _move(back / path, site / path)
+            move(back / path, site / path)
         for path in reversed([path for path in manifest["new"] if path not in manifest["kept"]]):
             (site / path).unlink(missing_ok=True)
-            _remove_empty((site / path).parent, site)
+            remove_empty((site / path).parent, site)
         if (site / patched).is_dir():
             shutil.rmtree(site / patched)
-        _put_folder(back / stock, site / stock)
+        put_folder(back / stock, site / stock)
         _sync(site, [*paths, f"{stock}/RECORD"])
         _finish(work)
 
@@ -284,7 +336,7 @@ def _undisturbed() -> Iterator[None]:
 
 def _begin(work: Path) -> None:
     (work / "undo.part").replace(work / "undo.zip")  # from here on it is under way
-    _fsync(work)
+    sync(work)
 
 
 def _finish(work: Path) -> None:
@@ -292,64 +344,10 @@ def _finish(work: Path) -> None:
     shutil.rmtree(work, ignore_errors=True)
 
 
-def _write(path: Path, data: bytes, mode: int) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-
-
-def _move(source: Path, target: Path) -> None:
-    target.parent.mkdir(parents=True, exist_ok=True)
-    source.replace(target)
-
-
-def _put_folder(source: Path, target: Path) -> None:
-    """Put a new folder in the place of what is there.
-
-    That goes file by file: a folder of a layer below cannot be renamed on overlayfs.
-    """
-    if target.is_dir():
-        shutil.rmtree(target)
-    source.rename(target)
-
-
-def _byte_code(source: Path) -> list[Path]:
-    """Return what Pythons have compiled of a module: some do not look whether it has changed."""
-    if source.suffix != ".py":
-        return []
-    return sorted((source.parent / "__pycache__").glob(f"{source.stem}.*.pyc"))
+def _sync(site: Path, paths: list[str]) -> None:
+    """Bring the renames to the disk, before the undo archive goes away."""
+    sync_folders([site, *((site / path).parent for path in paths)])
 
 
 def _compiled(new: Path) -> list[str]:
     return [path.relative_to(new).as_posix() for path in sorted(new.rglob("*.pyc"))]
-
-
-def _remove_empty(folder: Path, site: Path) -> None:
-    while folder != site:
-        with suppress(OSError):
-            (folder / "__pycache__").rmdir()
-        try:
-            folder.rmdir()
-        except FileNotFoundError:
-            pass
-        except OSError:
-            return
-        folder = folder.parent
-
-
-def _sync(site: Path, paths: list[str]) -> None:
-    """Bring the renames to the disk, before the undo archive goes away."""
-    for folder in sorted({site, *((site / path).parent for path in paths)}):
-        if folder.is_dir():
-            _fsync(folder)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

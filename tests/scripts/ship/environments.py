@@ -65,23 +65,54 @@ def stock_site(folder: Path, version: str = "0.20.2") -> Path:
 
 
 def copied(site: Path, target: Path) -> Path:
-    """Return a copy of a site folder with modes and dates."""
-    return shutil.copytree(site, target, symlinks=True)
+    """Return a copy of a site folder with modes, dates and owners."""
+    shutil.copytree(site, target, symlinks=True)
+    for path in (site, *site.rglob("*")):
+        found, copy = path.lstat(), target / path.relative_to(site)
+        if (found.st_uid, found.st_gid) != (copy.lstat().st_uid, copy.lstat().st_gid):
+            os.lchown(copy, found.st_uid, found.st_gid)
+            if not path.is_symlink():
+                copy.chmod(found.st_mode & 0o7777)
+    return target
 
 
-Seen = dict[str, tuple[bytes, int, int]]
+def given(site: Path, uid: int, gid: int) -> Path:
+    """Return `site`, with all that is in there given to another user."""
+    for path in (site, *site.rglob("*")):
+        mode = path.stat().st_mode & 0o7777
+        os.chown(path, uid, gid)
+        path.chmod(mode)
+    return site
+
+
+Seen = dict[str, tuple[bytes, int, int, int, int]]
 
 
 def seen(site: Path) -> Seen:
-    """Return content, mode and date of each file; what an installer is at work with aside."""
+    """Return content, mode, date and owner of each file; an installer's own folder aside."""
     return {
         path.relative_to(site).as_posix(): (
             path.read_bytes(),
             path.stat().st_mode,
             path.stat().st_mtime_ns,
+            path.stat().st_uid,
+            path.stat().st_gid,
         )
         for path in sorted(site.rglob("*"))
         if path.is_file() and WORK not in path.relative_to(site).parts
+    }
+
+
+def folders(site: Path) -> dict[str, tuple[int, int, int]]:
+    """Return mode, user and group of each folder."""
+    return {
+        path.relative_to(site).as_posix(): (
+            path.stat().st_mode,
+            path.stat().st_uid,
+            path.stat().st_gid,
+        )
+        for path in sorted(site.rglob("*"))
+        if path.is_dir()
     }
 
 

@@ -9,17 +9,29 @@ import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
+from scripts.ship.runtime import switch
 from scripts.ship.runtime.install import check, install, take_out
 from scripts.ship.runtime.installed import find_site
 from scripts.ship.runtime.refusal import RefusalError
-from scripts.ship.runtime.switch import alone
+from scripts.ship.runtime.switch import alone, is_half_done
 from scripts.wheel.record import record_row
-from tests.scripts.ship.environments import LOCAL, OVERLAY, bundle, copied, seen, stock_site
+from tests.scripts.ship.environments import (
+    LOCAL,
+    OVERLAY,
+    bundle,
+    copied,
+    folders,
+    given,
+    seen,
+    stock_site,
+)
 from tests.scripts.wheels import SCRIPT, WORKER
 
 PATCHED = f"vllm-0.20.2+{LOCAL}.dist-info"
@@ -34,6 +46,20 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def site(made: Path, tmp_path: Path) -> Path:
     return copied(made, tmp_path / "site")
+
+
+def in_child(work: Callable[[], object]) -> int:
+    """Do something in a process of its own; return how that ended."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    try:
+        work()
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(99)
 
 
 def record(site: Path, dist_info: str = PATCHED) -> list[list[str]]:
@@ -121,6 +147,102 @@ class TestInstall:
         assert seen(shared) == before
         take_out(site)
         assert seen(shared) == before
+
+
+class TestOwners:
+    """An installer that root runs over a user's environment leaves it to the user."""
+
+    @pytest.fixture
+    def shared(self, site: Path) -> Path:
+        """Return a site that a group shares, with a folder in the metadata that has nothing."""
+        (site / STOCK / "licenses" / "none").mkdir(parents=True)
+        for folder in (site, *(site / name for name in folders(site))):
+            folder.chmod(0o2775)
+        (site / STOCK / "licenses").chmod(0o2770)
+        (site / STOCK / "METADATA").chmod(0o640)
+        return site
+
+    def test_folders_of_the_metadata_keep_their_modes(self, shared: Path) -> None:
+        before, files = folders(shared), seen(shared)
+        install(shared, bundle())
+        after = folders(shared)
+        for path in ("", "/licenses", "/licenses/none"):
+            assert after[f"{PATCHED}{path}"] == before[f"{STOCK}{path}"]
+        take_out(shared)
+        assert folders(shared) == before
+        assert seen(shared) == files
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    def test_all_that_is_new_belongs_to_whom_the_folder_does(self, shared: Path) -> None:
+        given(shared, 1234, 2345)
+        os.chown(shared / STOCK / "licenses", 1234, 2346)
+        os.chown(shared / WORKER, 1235, 2345)
+        before, files = folders(shared), seen(shared)
+        install(shared, bundle())
+        for path, (*_, uid, gid) in seen(shared).items():
+            assert (path, uid, gid) == (path, 1235 if path == WORKER else 1234, 2345)
+        for path, (_, uid, gid) in folders(shared).items():
+            group = 2346 if path == f"{PATCHED}/licenses" else 2345
+            assert (path, uid, gid) == (path, 1234, group)
+        take_out(shared)
+        assert folders(shared) == before
+        assert seen(shared) == files
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+    def test_what_root_left_half_done_its_owner_mends(
+        self, shared: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        given(shared, 1234, 2345)
+        before = seen(shared)
+        monkeypatch.setattr(switch, "put_folder", lambda *_: os._exit(9))
+        assert in_child(lambda: install(shared, bundle())) == 9
+        monkeypatch.undo()
+        assert is_half_done(shared)
+
+        def mend() -> None:
+            os.chdir(shared)  # nobody else may go through the folders above it
+            os.setgroups([])
+            os.setgid(2345)
+            os.setuid(1234)
+            take_out(Path())
+
+        assert in_child(mend) == 0
+        assert seen(shared) == before
+        assert not (shared / ".kvfix").exists()
+
+    def test_who_may_not_give_files_away_installs_all_the_same(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        asked: list[tuple[object, ...]] = []
+
+        def refused(*words: object) -> None:
+            asked.append(words[1:])
+            raise PermissionError
+
+        monkeypatch.setattr(os, "chown", refused)
+        monkeypatch.setattr(switch, "owner_at", lambda _: (1234, 2345))
+        before = {name: each[0] for name, each in seen(site).items()}
+        install(site, bundle())
+        assert {*asked} == {(1234, 2345), (-1, 2345)}
+        take_out(site)
+        assert {name: each[0] for name, each in seen(site).items()} == before
+
+    def test_what_an_earlier_installer_kept_has_no_owners(self, site: Path) -> None:
+        before = seen(site)
+        install(site, bundle())
+        kept = site / PATCHED / "kvfix-undo.zip"
+        with ZipFile(kept) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        manifest = json.loads(members["manifest.json"])
+        del manifest["folders"]
+        for facts in manifest["kept"].values():
+            del facts["uid"], facts["gid"]
+        members["manifest.json"] = json.dumps(manifest).encode()
+        with ZipFile(kept, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, data)
+        take_out(site)
+        assert seen(site) == before
 
 
 class TestUndo:

@@ -17,10 +17,10 @@ import pytest
 from scripts.ship.runtime.install import check, install, take_out
 from scripts.ship.runtime.refusal import RefusalError
 from scripts.ship.runtime.switch import is_half_done
-from tests.scripts.ship.environments import Seen, bundle, content, copied, seen, stock_site
+from tests.scripts.ship.environments import Seen, bundle, content, copied, given, seen, stock_site
 from tests.scripts.wheels import WORKER
 
-STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.chmod"}
+STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.chmod", "os.chown"}
 KILLED, FAILED = 9, 10
 
 
@@ -62,6 +62,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 def sites(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     stock = stock_site(folder)
+    if os.geteuid() == 0:
+        given(stock, 1234, 2345)  # so there is something to give back
     patched = copied(stock, folder / "patched")
     install(patched, bundle())
     return stock, patched

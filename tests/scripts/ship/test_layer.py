@@ -190,16 +190,18 @@ class TestInstaller:
         assert (out / INSTALLER).read_bytes() == (checkout.dist / INSTALLER).read_bytes()
 
     @pytest.mark.parametrize("words", [(), ("--undo",)], ids=["install", "undo"])
-    @pytest.mark.parametrize("closed", [".", "vllm", "vllm/__pycache__"])
+    @pytest.mark.parametrize("at", [".", "vllm", "vllm/__pycache__", "vllm-*.dist-info/none"])
     def test_of_a_folder_that_nobody_may_write_is_refused(
-        self, checkout: Checkout, site: Path, closed: str, words: tuple[str, ...]
+        self, checkout: Checkout, site: Path, at: str, words: tuple[str, ...]
     ) -> None:
         installer = checkout.dist / INSTALLER
         if words:
             assert run(installer, "--target", site).returncode == 0
         (site / "vllm/__pycache__").mkdir(exist_ok=True)
         (site / "vllm/__pycache__/worker.cpython-312.pyc").write_bytes(b"compiled by root")
-        (site / closed).chmod(0o555)
+        next(site.glob("vllm-*.dist-info")).joinpath("none").mkdir()
+        closed = site if at == "." else next(site.glob(at))
+        closed.chmod(0o555)
         before = seen(site)
         prefix = ["setpriv", "--bounding-set=-dac_override"] if os.geteuid() == 0 else []
         done = subprocess.run(
@@ -207,9 +209,9 @@ class TestInstaller:
             capture_output=True,
             text=True,
         )
-        (site / closed).chmod(0o755)
+        closed.chmod(0o755)
         assert done.returncode == 20
-        assert f"error: cannot write {site / closed}\n" in done.stderr
+        assert f"error: cannot write {closed}\n" in done.stderr
         assert "next: " in done.stderr
         assert seen(site) == before
 
