@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
 from .bundle import Bundle, sha256
-from .installed import Installed, faults_of, find_installed, require_stock
+from .installed import OVERLAY, Installed, faults_of, find_installed, require_stock
 from .metadata import (
     SBOM_PATH,
     VERSION_MODULE,
@@ -76,7 +77,7 @@ def take_out(site: Path) -> str:
                     "for a wheel, install the stock one; for a layer, take the image below it",
                 )
             undo(site, installed.undo)
-        return f"stock again: {_is(find_installed(site))}"
+        return f"stock again: {_is(find_installed(site))}{_left(site)}"
 
 
 def check(site: Path, bundle: Bundle) -> str:
@@ -107,6 +108,16 @@ def check(site: Path, bundle: Bundle) -> str:
                 "ask the build that is there: python -m vllm_overlay --check",
             )
         return f"patched: {_is(installed)}, with {len(bundle.fixes)} fixes"
+
+
+def _left(site: Path) -> str:
+    """Say what lies where the fixes were, and is not theirs."""
+    folder = site / OVERLAY
+    if not os.path.lexists(folder):
+        return ""
+    found = [path for path in sorted(folder.rglob("*")) if not path.is_dir()] or [folder]
+    listed = "".join(f"\n  {path.relative_to(site)}" for path in found)
+    return f"\nleft there, since no installer has put it there; remove it if you like:{listed}"
 
 
 def _is(installed: Installed) -> str:

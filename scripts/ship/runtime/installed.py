@@ -8,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .bundle import Bundle, sha256
 from .files import folders_of
@@ -19,7 +19,8 @@ UNDO = "kvfix-undo.zip"
 """In the metadata folder: what was there before."""
 WORK = ".kvfix"
 """Beside `vllm`, while files are exchanged."""
-_OVERLAY = "vllm_overlay"
+OVERLAY = "vllm_overlay"
+"""The package that only a patched vLLM has; pip leaves byte code of it that it did not install."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class Installed:
     def is_patched(self) -> bool:
         """Whether it carries kvfix, by this installer, as a wheel or as a layer."""
         parts = self.version.partition("+")[2].split(".")
-        return "kvfix" in parts or (self.site / _OVERLAY).exists()
+        return "kvfix" in parts or (self.site / OVERLAY / "__init__.py").is_file()
 
     @property
     def undo(self) -> Path:
@@ -129,7 +130,10 @@ def require_stock(installed: Installed, bundle: Bundle) -> None:
         RefusalError: It is patched, another release, or other sources.
     """
     if installed.is_patched:
-        advice = "install the stock release again, or start from the stock image"
+        advice = (
+            f"install the stock release again and remove {installed.site / OVERLAY} if that is "
+            "still there, or start from the stock image"
+        )
         if installed.undo.is_file():
             advice = "take what is there out first: run this with --undo"
         raise RefusalError(
@@ -173,7 +177,17 @@ def _differences(installed: Installed, bundle: Bundle) -> list[str]:
             faults.append(f"{path}: {found}")
         elif record_row(path, (site / path).read_bytes()) != listed.get(path):
             faults.append(f"{path}: {found}, its RECORD has another")
-    faults += [f"{path}: is there already" for path in bundle.added if os.path.lexists(site / path)]
+    added = [PurePosixPath(path) for path in bundle.added]
+    for above in sorted({each for path in added for each in path.parents}):
+        if os.path.lexists(site / above) and not (site / above).is_dir():
+            faults.append(f"{above}: is no folder: remove it")
+        elif (site / above).is_symlink():
+            faults.append(f"{above}: is a symbolic link: remove it")
+    faults += [
+        f"{path}: is there already, and is not the release's: remove it"
+        for path in bundle.added
+        if os.path.lexists(site / path)
+    ]
     patched = installed.dist_info_with(bundle.local)
     if patched == installed.dist_info:
         faults.append(f"{patched}: its name has another version than its METADATA")

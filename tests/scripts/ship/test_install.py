@@ -282,6 +282,15 @@ class TestUndo:
         assert seen(site) == before
 
 
+def _write(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"")
+
+
+def _overlay(site: Path) -> None:
+    _write(site / OVERLAY)
+
+
 def _link_file(site: Path) -> None:
     (site / WORKER).rename(site.parent / "elsewhere.py")
     (site / WORKER).symlink_to(site.parent / "elsewhere.py")
@@ -329,7 +338,22 @@ HOSTILE: dict[str, tuple[Callable[[Path], object], int, str]] = {
         17,
         "METADATA: [0-9a-f]+, its RECORD has another",
     ),
-    "an overlay": (lambda site: (site / "vllm_overlay").mkdir(), 16, "patched already|is missing"),
+    "an overlay": (_overlay, 16, "patched already|is missing"),
+    "an overlay's other module": (
+        lambda site: _write(site / "vllm_overlay/deep/er/worker.py"),
+        17,
+        "vllm_overlay/deep/er/worker.py: is there already, .* remove it",
+    ),
+    "a file for an overlay": (
+        lambda site: (site / "vllm_overlay").write_bytes(b""),
+        17,
+        "vllm_overlay: is no folder: remove it",
+    ),
+    "a link for an overlay": (
+        lambda site: (site / "vllm_overlay").symlink_to(site.parent),
+        17,
+        "vllm_overlay: is a symbolic link: remove it",
+    ),
     "no metadata": (lambda site: shutil.rmtree(site / STOCK), 14, "editable install or a checkout"),
     "an editable install": (_editable, 14, "editable install"),
     "two of them": (
@@ -364,6 +388,36 @@ def test_what_is_not_the_release_is_refused_and_left(site: Path, name: str) -> N
         assert caught.value.advice
         assert seen(site) == before
         assert not (site / ".kvfix").exists()
+
+
+LEFT = "vllm_overlay/old/__pycache__/gone.cpython-312.opt-1.pyc"
+
+
+def test_what_pip_leaves_of_an_overlay_is_no_obstacle(site: Path) -> None:
+    """Byte code that it did not install, and the folders that this lies in."""
+    (site / "vllm_overlay/deep/empty").mkdir(parents=True)
+    _write(site / "vllm_overlay/__pycache__/__init__.cpython-312.opt-1.pyc")
+    _write(site / LEFT)
+    assert check(site, bundle()).startswith("stock: ")
+    assert "is now" in install(site, bundle())
+    assert check(site, bundle()).startswith("patched: ")
+    said = take_out(site)
+    assert said.splitlines()[1:] == [
+        "left there, since no installer has put it there; remove it if you like:",
+        f"  {LEFT}",
+    ]
+    assert check(site, bundle()).startswith("stock: ")
+    shutil.rmtree(site / "vllm_overlay")
+    (site / "vllm_overlay/empty").mkdir(parents=True)
+    install(site, bundle())
+    assert take_out(site).endswith("remove it if you like:\n  vllm_overlay")
+
+
+def test_an_overlay_that_no_release_owns_is_to_be_removed(site: Path) -> None:
+    _overlay(site)
+    with pytest.raises(RefusalError) as caught:
+        install(site, bundle())
+    assert f"remove {site / 'vllm_overlay'} if that is still there" in caught.value.advice
 
 
 def test_another_patch_set_comes_out_first(site: Path) -> None:
