@@ -8,6 +8,7 @@ from pathlib import Path
 
 from .bundle import Bundle, sha256
 from .installed import OVERLAY, Installed, faults_of, find_installed, require_stock
+from .lock import alone, beside_readers
 from .metadata import (
     SBOM_PATH,
     VERSION_MODULE,
@@ -21,7 +22,7 @@ from .metadata import (
     record_rows,
 )
 from .refusal import ALREADY_PATCHED, CHECK_FAILED, RefusalError
-from .switch import Exchange, alone, exchange, is_half_done, restore, sweep, undo
+from .switch import Exchange, exchange, is_half_done, restore, sweep, undo
 
 # They vouch for the RECORD that was, or for where the stock build came from.
 _DROPPED = ("RECORD.jws", "RECORD.p7s", "direct_url.json", "uv_cache.json")
@@ -86,7 +87,7 @@ def check(site: Path, bundle: Bundle) -> str:
     Raises:
         RefusalError: It is neither, for the reason that `install` would give.
     """
-    with alone(site):
+    with beside_readers(site):
         if is_half_done(site):
             raise RefusalError(
                 CHECK_FAILED,

@@ -7,7 +7,6 @@ puts back what was there. Killed at any moment, the environment is stock, or pat
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import py_compile
@@ -38,7 +37,7 @@ from .files import (
     write,
 )
 from .installed import UNDO, WORK, require_writable
-from .refusal import CHECK_FAILED, DIFFERS, STORAGE, RefusalError
+from .refusal import CHECK_FAILED, DIFFERS, RefusalError
 
 _MANIFEST = "manifest.json"
 
@@ -62,31 +61,6 @@ class Exchange:
     files: Mapping[str, bytes]
     metadata: Mapping[str, bytes]
     record: Callable[[Mapping[str, bytes | None]], bytes]
-
-
-@contextmanager
-def alone(site: Path) -> Iterator[None]:
-    """Keep other installers out; the system frees a dead one's lock.
-
-    Raises:
-        RefusalError: Another one is at work.
-    """
-    folder = os.open(site, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise RefusalError(
-                STORAGE,
-                f"another installer of kvfix is at work in {site}",
-                "one at a time",
-                "wait for its end",
-            ) from None
-        except OSError:
-            pass  # a file system without locks
-        yield
-    finally:
-        os.close(folder)
 
 
 def is_half_done(site: Path) -> bool:

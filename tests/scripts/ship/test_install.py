@@ -9,18 +9,22 @@ import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from zipfile import ZipFile
 
 import pytest
 
-from scripts.ship.runtime import switch
+from scripts.ship.runtime import lock, switch
 from scripts.ship.runtime.install import check, install, take_out
 from scripts.ship.runtime.installed import find_site
+from scripts.ship.runtime.lock import alone, beside_readers
 from scripts.ship.runtime.refusal import RefusalError
-from scripts.ship.runtime.switch import alone, is_half_done
+from scripts.ship.runtime.switch import is_half_done
 from scripts.wheel.record import record_row
 from tests.scripts.ship.environments import (
     LOCAL,
@@ -60,6 +64,14 @@ def in_child(work: Callable[[], object]) -> int:
         traceback.print_exc()
     finally:
         os._exit(99)
+
+
+def put_in(site: Path) -> str:
+    return install(site, bundle())
+
+
+def look(site: Path) -> str:
+    return check(site, bundle())
 
 
 def record(site: Path, dist_info: str = PATCHED) -> list[list[str]]:
@@ -445,9 +457,43 @@ def test_what_is_there_of_a_wheel_and_whole_is_left(site: Path) -> None:
     assert "install the stock release again" in caught.value.advice
 
 
-def test_two_installers_do_not_meet(site: Path) -> None:
-    with alone(site), pytest.raises(RefusalError, match="another installer"):
-        install(site, bundle())
+class TestLock:
+    def test_two_installers_do_not_meet(self, site: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(lock, "PATIENCE", 0.2)
+        for act in (install, check):
+            with alone(site), pytest.raises(RefusalError, match="another installer") as caught:
+                act(site, bundle())
+            assert caught.value.code == 20
+        with beside_readers(site), pytest.raises(RefusalError, match="another installer"):
+            take_out(site)
+
+    def test_checks_do_not_keep_each_other_out(
+        self, site: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(lock, "PATIENCE", 0.0)
+        with beside_readers(site):
+            assert check(site, bundle()).startswith("stock: ")
+
+    @pytest.mark.parametrize("other", [alone, beside_readers])
+    @pytest.mark.parametrize("act", [put_in, take_out, look])
+    def test_one_waits_for_the_other(
+        self,
+        site: Path,
+        other: Callable[[Path], AbstractContextManager[None]],
+        act: Callable[[Path], str],
+    ) -> None:
+        holds = threading.Event()
+
+        def hold() -> None:
+            with other(site):
+                holds.set()
+                time.sleep(0.5)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        holds.wait()
+        assert act(site)
+        holder.join()
 
 
 def test_check_says_what_there_is(site: Path) -> None:
