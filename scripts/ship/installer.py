@@ -25,13 +25,19 @@ PACKAGE = "kvfix_installer"
 _RUNTIME = Path(__file__).parent / "runtime"
 _MAIN = f"""\
 import sys
-from pathlib import Path
 
 if sys.version_info < (3, 10):
     sys.exit("error: this needs Python 3.10 or later, as vLLM does")
-from {PACKAGE}.main import main
+try:
+    from pathlib import Path
 
-sys.exit(main(Path(__file__).parent))
+    from {PACKAGE}.main import main
+
+    code = main(Path(__file__).parent)
+except KeyboardInterrupt:  # also while it is read
+    code = 130
+    sys.stderr.write("Interrupted. Nothing was left half done.\\n")
+sys.exit(code)
 """
 _DATE = (1980, 1, 1, 0, 0, 0)  # the first that a zip file can state
 

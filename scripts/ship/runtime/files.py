@@ -5,6 +5,7 @@ An installer may run as root, and whoever owns the environment uninstalls vLLM l
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -15,6 +16,8 @@ Owner = tuple[int, int]
 """The numbers of user and group."""
 NOBODY_KNOWN = (-1, -1)
 """Of what earlier installers kept, which did not say."""
+# Files of others; ids that a container does not have; file systems without owners.
+_REFUSED = {errno.EPERM, errno.EACCES, errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS}
 
 
 def owner_at(place: Path) -> Owner:
@@ -30,12 +33,15 @@ def give(place: Path, owner: Owner) -> None:
 
     It takes away setuid and setgid of a file: the mode comes afterwards.
     """
-    if owner not in (owner_at(place), NOBODY_KNOWN):
+    if owner in (owner_at(place), NOBODY_KNOWN):
+        return
+    for asked in (owner, (-1, owner[1])):  # to a group of one's own that may be allowed
         try:
-            os.chown(place, *owner)
-        except OSError:  # somebody else's; a user id that the container does not have
-            with suppress(OSError):
-                os.chown(place, -1, owner[1])  # to a group of one's own that may be allowed
+            os.chown(place, *asked)
+            return
+        except OSError as error:
+            if error.errno not in _REFUSED:
+                raise
 
 
 def make_folder(folder: Path) -> None:

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from pathlib import Path
-from typing import NoReturn
 from zipfile import BadZipFile
 
 from .bundle import read_bundle
 from .install import check, install, take_out
 from .installed import find_site
 from .refusal import HASH_MISMATCH, STORAGE, RefusalError
+from .signals import end_once
 
 
 def main(archive: Path) -> int:
-    """Do what the command line asks for, with what `archive` holds; return the exit code."""
+    """Do what the command line asks for, with what `archive` holds; return the exit code.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C; nothing is half done.
+    """
+    end_once()
     try:
         bundle = read_bundle(archive)
     except (BadZipFile, KeyError, ValueError, EOFError) as error:
@@ -38,7 +42,6 @@ def main(archive: Path) -> int:
     what.add_argument("--check", action="store_true", help="say what there is, and write nothing")
     what.add_argument("--undo", action="store_true", help="put the stock files back")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, _end)
     os.umask(0o022)  # what is installed is for all to read, whoever installs it
     try:
         site = find_site(options.target)
@@ -55,9 +58,6 @@ def main(archive: Path) -> int:
     except OSError as error:
         print(_storage(error, archive), file=sys.stderr)
         return STORAGE
-    except KeyboardInterrupt:
-        print("Interrupted. Nothing was left half done.", file=sys.stderr)
-        return 128 + signal.SIGINT
     return 0
 
 
@@ -77,7 +77,3 @@ def _storage(error: OSError, archive: Path) -> RefusalError:
         "folders that may be written, with 10 MB free",
         f"run this as their owner; what there is now says: python {archive.name} --check",
     )
-
-
-def _end(*_: object) -> NoReturn:
-    raise SystemExit(128 + signal.SIGTERM)

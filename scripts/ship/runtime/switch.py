@@ -11,9 +11,7 @@ import json
 import os
 import py_compile
 import shutil
-import signal
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import cache_from_source
 from pathlib import Path
@@ -38,6 +36,7 @@ from .files import (
 )
 from .installed import UNDO, WORK, require_writable
 from .refusal import CHECK_FAILED, DIFFERS, RefusalError
+from .signals import undisturbed
 
 _MANIFEST = "manifest.json"
 
@@ -99,9 +98,10 @@ def exchange(plan: Exchange) -> None:
         _sync(site, [*moves, f"{plan.patched}/RECORD"])
         _finish(work)
     except BaseException:
-        if is_half_done(site):
-            restore(site)
-        shutil.rmtree(work, ignore_errors=True)
+        with undisturbed():
+            if is_half_done(site):
+                restore(site)
+            shutil.rmtree(work, ignore_errors=True)
         raise
 
 
@@ -213,10 +213,15 @@ def undo(site: Path, kept: Path) -> None:
     manifest = _require_unchanged(site, kept)
     require_writable(site, manifest["patched"], manifest["new"])
     work = site / WORK
-    shutil.rmtree(work, ignore_errors=True)
-    write(work / "undo.part", kept.read_bytes(), 0o644, owner_at(site))
-    _begin(work)
-    restore(site)
+    with undisturbed():
+        shutil.rmtree(work, ignore_errors=True)
+        try:
+            write(work / "undo.part", kept.read_bytes(), 0o644, owner_at(site))
+            _begin(work)
+        except OSError:
+            sweep(site)
+            raise
+        restore(site)
 
 
 def restore(site: Path) -> None:
@@ -226,7 +231,7 @@ def restore(site: Path) -> None:
         RefusalError: Somebody has changed a file since; nothing is touched.
         OSError: The folder cannot be written; then this can be run again.
     """
-    with _undisturbed():
+    with undisturbed():
         work = site / WORK
         manifest = _require_unchanged(site, work / "undo.zip")
         stock, patched = manifest["stock"], manifest["patched"]
@@ -294,18 +299,6 @@ def _read_back(plan: Exchange) -> None:
             "a disk that keeps what is written, and nobody else who writes there",
             "look who else does, then run this again",
         )
-
-
-@contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Let no Ctrl-C end what mends the last one."""
-    numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, signal.SIG_IGN) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, handler in zip(numbers, before, strict=True):
-            signal.signal(number, handler)
 
 
 def _begin(work: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
 import json
 import os
@@ -222,14 +223,15 @@ class TestOwners:
         assert seen(shared) == before
         assert not (shared / ".kvfix").exists()
 
+    @pytest.mark.parametrize("code", [errno.EPERM, errno.EINVAL])
     def test_who_may_not_give_files_away_installs_all_the_same(
-        self, site: Path, monkeypatch: pytest.MonkeyPatch
+        self, site: Path, monkeypatch: pytest.MonkeyPatch, code: int
     ) -> None:
         asked: list[tuple[object, ...]] = []
 
         def refused(*words: object) -> None:
             asked.append(words[1:])
-            raise PermissionError
+            raise OSError(code, "refused")
 
         monkeypatch.setattr(os, "chown", refused)
         monkeypatch.setattr(switch, "owner_at", lambda _: (1234, 2345))

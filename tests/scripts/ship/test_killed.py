@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,11 +22,22 @@ from tests.scripts.ship.environments import Seen, bundle, content, copied, given
 from tests.scripts.wheels import WORKER
 
 STEPS = {"os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.utime", "os.chmod", "os.chown"}
-KILLED, FAILED = 9, 10
+KILLED, FAILED, INTERRUPTED = 9, 10, 11
 
 
-def run(work: Callable[[], object], at: int, *, fail: bool) -> int:
-    """Run `work` in a child that is killed, or meets an error, before step `at`; return its end."""
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def full() -> None:
+    raise OSError(errno.ENOSPC, "no space")
+
+
+def run(work: Callable[[], object], at: int, meets: Callable[[], None] | None = None) -> int:
+    """Run `work` in a child that is killed before step `at`, or meets something from there on.
+
+    That is a signal before each step, or an error before the first; returns how the child ended.
+    """
     child = os.fork()
     if child:
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -37,10 +49,10 @@ def run(work: Callable[[], object], at: int, *, fail: bool) -> int:
         if event not in STEPS and not writes:
             return
         count += 1
-        if count == at:
-            if not fail:
-                os._exit(KILLED)
-            raise OSError(errno.ENOSPC, "no space")
+        if count == at and not meets:
+            os._exit(KILLED)
+        if meets and (count == at or (count > at and meets is interrupt)):
+            meets()
 
     sys.addaudithook(look)
     try:
@@ -48,6 +60,8 @@ def run(work: Callable[[], object], at: int, *, fail: bool) -> int:
         code = 0
     except OSError:
         code = FAILED
+    except KeyboardInterrupt:
+        code = INTERRUPTED
     finally:
         os._exit(code)
 
@@ -79,7 +93,7 @@ def steps(
     """Yield, for each step, a copy of `start` on which `work` ended there, and how it ended."""
     for at in range(1, 1000):
         site = copied(start, folder / str(at))
-        ended = run(partial(work, site), at, fail=fail)
+        ended = run(partial(work, site), at, full if fail else None)
         if ended == 0 and not fail:
             assert at > 30  # or no step was seen
             return
@@ -155,3 +169,36 @@ def test_a_full_disk_leaves_what_was_there(sites: tuple[Path, Path], tmp_path: P
             rolled_back += 1
             assert said == "stock"
     assert rolled_back > 30
+
+
+@pytest.mark.parametrize(("start", "work"), [(0, put_in), (1, take_out)], ids=["installer", "undo"])
+def test_whoever_interrupts_again_and_again_leaves_nothing(
+    sites: tuple[Path, Path], tmp_path: Path, start: int, work: Callable[[Path], str]
+) -> None:
+    stock, patched = map(seen, sites)
+    found = set()
+    for at in range(1, 300, 7):
+        site = copied(sites[start], tmp_path / str(at))
+        ended = run(partial(work, site), at, interrupt)
+        assert ended in (0, INTERRUPTED)
+        found.add((ended, stands(site, stock, patched)))
+        assert not (site / ".kvfix").exists()
+        if at > 120 and not start and ended == 0:
+            break
+    if start:  # of what puts back nothing is interrupted
+        assert found == {(0, "stock")}
+    else:
+        assert found >= {(INTERRUPTED, "stock"), (0, "patched")}
+
+
+def test_undo_on_a_full_disk_leaves_what_was_there_or_can_go_on(
+    sites: tuple[Path, Path], tmp_path: Path
+) -> None:
+    stock, patched = map(seen, sites)
+    found = set()
+    for at in range(1, 30):
+        site = copied(sites[1], tmp_path / str(at))
+        assert run(partial(take_out, site), at, full) in (0, FAILED)
+        found.add(said := stands(site, stock, patched))
+        assert (site / ".kvfix").exists() == (said == "half")
+    assert found >= {"patched", "half"}

@@ -62,6 +62,23 @@ def run(installer: Path, *words: str | Path, **variables: str) -> Ended:
     )
 
 
+# Ctrl-C at the first call of a function, or when a module is run.
+INTERRUPTED_AT = """
+import os, runpy, signal, sys
+
+place = sys.argv.pop(1)
+del sys.argv[0]
+
+def look(frame, event, _):
+    code = frame.f_code
+    if event == "call" and (code.co_name == place or code.co_filename.endswith(place)):
+        os.kill(os.getpid(), signal.SIGINT)
+
+sys.setprofile(look)
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     made = checkouts.small(tmp_path_factory.mktemp("made"))
@@ -224,6 +241,20 @@ class TestInstaller:
         assert done.returncode == 13
         assert f"error: {damaged} is damaged: Bad CRC-32" in done.stderr
         assert seen(site) == before
+
+    @pytest.mark.parametrize(
+        "place", ["refusal.py", "argparse.py", "read_bundle", "parse_args", "find_site", "_stage"]
+    )
+    def test_that_is_interrupted_says_so(self, checkout: Checkout, site: Path, place: str) -> None:
+        before = seen(site)
+        words: list[str | Path] = [place, checkout.dist / INSTALLER, "--target", site]
+        done = subprocess.run(
+            [sys.executable, "-I", "-c", INTERRUPTED_AT, *words], capture_output=True, text=True
+        )
+        assert (done.returncode, done.stdout) == (130, "")
+        assert done.stderr == "Interrupted. Nothing was left half done.\n"
+        assert seen(site) == before
+        assert not (site / ".kvfix").exists()
 
     def test_codes_are_those_of_the_tools(self) -> None:
         known = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
