@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 
 from .bundle import Bundle, sha256
+from .console import PYTHON
 from .installed import OVERLAY, Installed, faults_of, find_installed, require_stock
 from .lock import alone, beside_readers
 from .metadata import (
@@ -106,7 +108,8 @@ def check(site: Path, bundle: Bundle) -> str:
                 ALREADY_PATCHED,
                 f"{_is(installed)}, and not what this installer makes:{listed}",
                 f"{bundle.release} with {bundle.local}",
-                "ask the build that is there: python -m vllm_overlay --check",
+                "ask the build that is there: "
+                f"cd {shlex.quote(str(site))} && {shlex.quote(PYTHON)} -m vllm_overlay --check",
             )
         return f"patched: {_is(installed)}, with {len(bundle.fixes)} fixes"
 

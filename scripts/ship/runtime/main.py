@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
+import shlex
 from pathlib import Path
 from zipfile import BadZipFile
 
-from .bundle import read_bundle
+from .bundle import Bundle, read_bundle
+from .console import PYTHON, say, show_all
 from .install import check, install, take_out
 from .installed import find_site
 from .refusal import HASH_MISMATCH, STORAGE, RefusalError
@@ -26,11 +27,39 @@ def main(archive: Path) -> int:
         KeyboardInterrupt: Ctrl-C; nothing is half done.
     """
     end_once()
+    show_all()
+    code, said = _done(archive)
+    say(said, failed=code != 0)
+    return code
+
+
+def _done(archive: Path) -> tuple[int, str]:
+    """Do it; return the exit code, and what is to be said."""
     try:
         bundle = read_bundle(archive)
     except (BadZipFile, KeyError, ValueError, EOFError) as error:
-        print(_damaged(archive, error), file=sys.stderr)
-        return HASH_MISMATCH
+        return HASH_MISMATCH, str(_damaged(archive, error))
+    options = _options(archive, bundle)
+    os.umask(0o022)  # what is installed is for all to read, whoever installs it
+    try:
+        site = find_site(options.target)
+        if options.check:
+            return 0, check(site, bundle)
+        if options.undo:
+            return 0, take_out(site)
+        said = install(site, bundle)
+    except RefusalError as refusal:
+        return refusal.code, str(refusal)
+    except OSError as error:
+        return STORAGE, str(_storage(error, archive, options.target))
+    if options.target is None:
+        whole = f"cd / && {shlex.join([PYTHON, '-m', 'vllm_overlay', '--check'])}"
+    else:  # which this Python does not import
+        whole = _check_command(archive, options.target)
+    return 0, f"{said}\nlook whether it is whole: {whole}"
+
+
+def _options(archive: Path, bundle: Bundle) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog=f"python {archive.name}",
         description=__doc__,
@@ -41,24 +70,13 @@ def main(archive: Path) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--check", action="store_true", help="say what there is, and write nothing")
     what.add_argument("--undo", action="store_true", help="put the stock files back")
-    options = parser.parse_args()
-    os.umask(0o022)  # what is installed is for all to read, whoever installs it
-    try:
-        site = find_site(options.target)
-        if options.check:
-            print(check(site, bundle))
-        elif options.undo:
-            print(take_out(site))
-        else:
-            print(install(site, bundle))
-            print("look whether it is whole: cd / && python -m vllm_overlay --check")
-    except RefusalError as refusal:
-        print(refusal, file=sys.stderr)
-        return refusal.code
-    except OSError as error:
-        print(_storage(error, archive), file=sys.stderr)
-        return STORAGE
-    return 0
+    return parser.parse_args()
+
+
+def _check_command(archive: Path, target: str | None) -> str:
+    """Return what a shell runs, in whatever folder, to say what is there."""
+    named = [] if target is None else ["--target", str(Path(target).resolve())]
+    return shlex.join([PYTHON, str(archive.resolve()), *named, "--check"])
 
 
 def _damaged(archive: Path, error: Exception) -> RefusalError:
@@ -70,10 +88,12 @@ def _damaged(archive: Path, error: Exception) -> RefusalError:
     )
 
 
-def _storage(error: OSError, archive: Path) -> RefusalError:
+def _storage(error: OSError, archive: Path, target: str | None) -> RefusalError:
+    # A write that finds the disk full does not say where.
+    place = error.filename2 or error.filename or target or "a file of the installed vLLM"
     return RefusalError(
         STORAGE,
-        f"cannot read or write {error.filename2 or error.filename}: {error.strerror}",
+        f"cannot read or write {place}: {error.strerror or error}",
         "folders that may be written, with 10 MB free",
-        f"run this as their owner; what there is now says: python {archive.name} --check",
+        f"run this as their owner; what there is now says: {_check_command(archive, target)}",
     )

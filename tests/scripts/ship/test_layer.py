@@ -6,6 +6,7 @@ No container engine is needed: a layer is put on as the image format says, with 
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -169,7 +170,11 @@ class TestInstaller:
                 [*words], cwd=tmp_path, text=True, stderr=subprocess.STDOUT
             )
 
-        assert f"is now {VERSION}" in said(python, installer)
+        done, look = said(python, installer).splitlines()
+        assert f"is now {VERSION}" in done
+        _, command = look.split("look whether it is whole: ")
+        assert f"{python} -m vllm_overlay --check" in command
+        assert "files are as this build was made" in said("sh", "-c", command)
         assert "files are as this build was made" in said(python, "-m", "vllm_overlay", "--check")
         assert f"vllm=={VERSION}\n" in said(*pip, "freeze")
         assert "stock again" in said(python, installer, "--undo")
@@ -255,6 +260,74 @@ class TestInstaller:
         assert done.stderr == "Interrupted. Nothing was left half done.\n"
         assert seen(site) == before
         assert not (site / ".kvfix").exists()
+
+    @pytest.mark.parametrize("buffered", ["", "1"])
+    @pytest.mark.parametrize("shell", [">/dev/full", "| true", ">&-"])
+    def test_that_nobody_can_read_has_installed_all_the_same(
+        self, checkout: Checkout, site: Path, shell: str, buffered: str
+    ) -> None:
+        installer = checkout.dist / INSTALLER
+        script = '{ "$@"; echo ended with $? >&2; } ' + shell
+        done = subprocess.run(
+            ["sh", "-c", script, "sh", sys.executable, installer, "--target", site],
+            capture_output=True,
+            text=True,
+            env={"PYTHONUNBUFFERED": buffered},
+        )
+        *said, ended = done.stderr.splitlines()
+        assert ended == "ended with 0"
+        assert "|" in shell or [line.partition(":")[0] for line in said[1:]] == [
+            "look whether it is whole"
+        ]
+        assert "Traceback" not in done.stderr
+        assert run(installer, "--target", site, "--check").stdout.startswith("patched: ")
+
+    def test_shows_what_an_encoding_does_not_have(
+        self, checkout: Checkout, site: Path, tmp_path: Path
+    ) -> None:
+        site = site.rename(tmp_path / "K\u00e4fig")
+        command: list[str | Path] = [sys.executable, checkout.dist / INSTALLER, "--target", site]
+        for words in ([], ["--check"], ["--undo"]):
+            done = subprocess.run(
+                [*command, *words],
+                capture_output=True,
+                text=True,
+                env={"PYTHONIOENCODING": "ascii", "PYTHONUTF8": "1"},
+            )
+            assert (done.returncode, done.stderr) == (0, "")
+            assert "K\\xe4fig" in done.stdout
+
+    def test_says_what_to_type_for_a_target(
+        self, checkout: Checkout, site: Path, tmp_path: Path
+    ) -> None:
+        """Whatever is in its name, and from wherever it was named."""
+        site = site.rename(tmp_path / "a b's")
+        installer = tmp_path / "its copy.pyz"
+        shutil.copy(checkout.dist / INSTALLER, installer)
+        words: list[str | Path] = [sys.executable, "-I", installer.name, "--target", site.name]
+        done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+        _, look = done.stdout.splitlines()
+        _, command = look.split("look whether it is whole: ")
+        assert subprocess.check_output(["sh", "-c", command], text=True).startswith("patched: ")
+        (site / "vllm_overlay/__init__.py").write_text("")
+        done = subprocess.run([*words, "--check"], cwd=tmp_path, capture_output=True, text=True)
+        _, command = done.stderr.split("next: ask the build that is there: ")
+        assert f"cd {shlex.quote(str(site))} && {sys.executable} -m vllm_overlay" in command
+
+    def test_on_a_full_disk_says_where_and_what_to_type(
+        self, checkout: Checkout, site: Path
+    ) -> None:
+        """A limit on what a file may hold is an error of a write, which does not say where."""
+        before = seen(site)
+        words: list[str | Path] = [sys.executable, checkout.dist / INSTALLER, "--target", site]
+        done = subprocess.run(
+            ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh", *words], capture_output=True, text=True
+        )
+        assert done.returncode == 20
+        assert f"error: cannot read or write {site}: File too large\n" in done.stderr
+        _, command = done.stderr.split("what there is now says: ")
+        assert subprocess.check_output(["sh", "-c", command], text=True).startswith("stock: ")
+        assert seen(site) == before
 
     def test_codes_are_those_of_the_tools(self) -> None:
         known = {error.exit_code for error in vars(errors).values() if hasattr(error, "exit_code")}
