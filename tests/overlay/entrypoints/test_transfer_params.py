@@ -37,7 +37,7 @@ def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
         (SimpleNamespace(), None, None),
         # Where they are no field, a client's own words of these names.
         (SimpleNamespace(kv_transfer_params=GOOD, sampling_params={"top_p": 1}), GOOD, GOOD),
-        (OpenRequest(kv_transfer_params=BAD), None, None),
+        (OpenRequest(**{"kv_transfer_params": BAD}), None, None),
         (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=True), None, None),
         (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=False), BAD, BAD),
         (tokens(GOOD, BAD), GOOD, BAD),

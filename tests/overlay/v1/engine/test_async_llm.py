@@ -14,7 +14,6 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.support.serving_app import REMOTE, body, serving
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
-from vllm_overlay.v1.engine import async_llm
 from vllm_overlay.v1.engine.admission import open_exchange
 from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
@@ -132,14 +131,15 @@ def test_one_that_has_a_reader_is_enough_to_tell_nobody(answers: tuple[bool, ...
     assert taken() == {}
 
 
-def test_an_engine_core_of_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_core_of_another_build() -> None:
     engine = Engine(True, Exception("Call to claim_kv_transfer method failed: no attribute"))
     assert engine.reject().sent == []
     asked = len(engine.engine_core.asked)
     assert engine.reject().sent == []
     assert len(engine.engine_core.asked) == asked  # once in a minute is enough
-    now = time.monotonic() + 61
-    monkeypatch.setattr(async_llm.time, "monotonic", lambda: now)
+    core: Any = engine.engine_core
+    assert 55 < core.kv_transfer_ungranted_until - time.monotonic() <= 60
+    core.kv_transfer_ungranted_until = time.monotonic()
     engine.reject()
     assert len(engine.engine_core.asked) > asked
 

@@ -16,7 +16,7 @@ belong to.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from itertools import chain
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -48,11 +48,13 @@ def last_received_gives_way(schedule: Schedule) -> Schedule:
     @wraps(schedule)
     def schedule_and_free(self: Scheduler, *args: bool, **kwargs: bool) -> SchedulerOutput:
         stood_still: bool = vars(self).get("_stands_still", False)
-        with _refusals(self) if stood_still else nullcontext([]) as refused:
+        watch: AbstractContextManager[list[str]]
+        watch = _refusals(self) if stood_still else nullcontext([])
+        with watch as refused:
             decided = schedule(self, *args, **kwargs)
         idle = not decided.total_num_scheduled_tokens and not self.running
         last = _last_of_the_stuck(self) if idle and (self.waiting or self.skipped_waiting) else None
-        self._stands_still = last is not None  # type: ignore[attr-defined]
+        self._stands_still = last is not None  # type: ignore[attr-defined, unused-ignore]
         if last is not None and refused:
             self.skipped_waiting.remove_requests([last])
             self.waiting.remove_requests([last])

@@ -129,7 +129,7 @@ def _reports_each(connector: object, req_id: str) -> bool:
     from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
     if not isinstance(connector, MultiConnector):
-        return _is_vllms(type(connector))
+        return _is_vllms(type(connector))  # type: ignore[arg-type, unused-ignore]
     loader = connector._requests_to_connector.get(req_id)
     among = connector._connectors if loader is None else [connector._connectors[loader]]
     return all(_reports_each(one, req_id) for one in among)

@@ -29,6 +29,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions i
     question_frames,
     read_reply,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import PATIENCE
 
 AGENTS = frozenset({"d/0"})
 
@@ -276,7 +277,7 @@ def test_a_question_is_asked_late_rather_than_not_at_all(
     p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where D itself takes longer for a step than P has to answer."""
-    questions, late = LeaseQuestions(), 2 * lease_questions.PATIENCE
+    questions, late = LeaseQuestions(), 2 * PATIENCE
     peer = p.peer._replace(host="p")
     questions.ask(peer, Question("t", "d", AGENTS, lease_questions.now()))
     while "p" not in questions._names._known:
