@@ -133,6 +133,9 @@ async def p_waits_and_nothing_is_generated(connector: str) -> Observed:
             tokens = {"sampling_params": {"extra_args": {"kv_transfer_params": REMOTE}}}
             bodies = {
                 "good": known,
+                "parameters that nobody could use": known
+                | {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "h"}},
+                "a word of their name": known | {"kv_transfer_params": "x"},
                 "without what it needs": {"model": MODEL, "kv_transfer_params": REMOTE},
                 "other model": known | {"model": "no-such-model"},
                 "parameters of a token-level request": _request(path) | tokens,
