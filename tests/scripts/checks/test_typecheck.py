@@ -75,7 +75,8 @@ def test_says_nothing_of_what_is_right_and_of_what_is_upstreams(release: Path) -
     ("file", "old", "new", "said"),
     [
         ("vllm/state.py", "blocks:", "all_blocks:", f'{OVERLAY}:10: "State" has no attribute'),
-        ("vllm/worker.py", "class Worker:", "class Reader:", f"{OVERLAY}:6: "),
+        # Of another length: mypy takes a file of the same second and size for the same.
+        ("vllm/worker.py", "class Worker:", "class Readers:", f"{OVERLAY}:6: "),
     ],
     ids=["attribute", "class"],
 )
