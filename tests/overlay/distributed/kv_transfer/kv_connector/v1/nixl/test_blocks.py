@@ -85,18 +85,18 @@ def test_each_token_lands_in_its_place_or_the_peer_is_refused(
     assert nixl_of(engines.decode).reads
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
+often = settings(max_examples=100, deadline=None, derandomize=True)
+with_kernels_of_two_sizes = given(
     data=st.data(),
     ratio=st.integers(1, 3),
     kernel=st.sampled_from([1, 2]),
     split=st.integers(2, 4),
     mla=st.booleans(),
 )
-def test_kernel_blocks_of_two_sizes_with_prefix_hits(
-    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
-) -> None:
-    deployment = Deployment(ratio, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla)
+
+
+def assert_all_is_read(data: st.DataObject, deployment: Deployment) -> None:
+    """D accepts P, and each token of a prompt lands in its place, whatever D has cached of it."""
     tokens = data.draw(st.integers(1, 64), label="tokens")
     hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
     event("with a hit" if hit else "without")
@@ -105,15 +105,18 @@ def test_kernel_blocks_of_two_sizes_with_prefix_hits(
     assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
 
 
+@often
+@with_kernels_of_two_sizes
+def test_kernel_blocks_of_two_sizes_with_prefix_hits(
+    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
+) -> None:
+    deployment = Deployment(ratio, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla)
+    assert_all_is_read(data, deployment)
+
+
 @pytest.mark.skipif(not since("0.22.0"), reason="from 0.22.0 on P's ids go by P's ratio")
-@settings(max_examples=100, deadline=None, derandomize=True)
-@given(
-    data=st.data(),
-    ratio=st.integers(1, 3),
-    kernel=st.sampled_from([1, 2]),
-    split=st.integers(2, 4),
-    mla=st.booleans(),
-)
+@often
+@with_kernels_of_two_sizes
 def test_kernel_blocks_of_two_sizes_within_blocks_of_one(
     data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
 ) -> None:
@@ -121,11 +124,7 @@ def test_kernel_blocks_of_two_sizes_within_blocks_of_one(
     deployment = Deployment(
         ratio * split, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla
     )
-    tokens = data.draw(st.integers(1, 64), label="tokens")
-    hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
-    engines = Engines(deployment)
-    engines.connect()
-    assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
+    assert_all_is_read(data, deployment)
 
 
 @pytest.mark.skipif(
