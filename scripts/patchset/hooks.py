@@ -142,4 +142,4 @@ def _is_constant(value: ast.expr | None) -> bool:
 def _leaves(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Return):
         return statement.value is None or isinstance(statement.value, ast.Constant | ast.Name)
-    return isinstance(statement, ast.Continue)
+    return isinstance(statement, ast.Break | ast.Continue)

@@ -79,6 +79,10 @@ ALLOWED = {
         "                self.send",
         "                if skips(rank):\n                    continue\n                self.send",
     ),
+    "a call that ends a loop": (
+        "                self.send",
+        "                if is_over(rank):\n                    break\n                self.send",
+    ),
     "a negated call that returns": (
         "        for rank",
         "        if not wanted(req):\n            return\n        for rank",

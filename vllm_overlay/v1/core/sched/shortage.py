@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0.24.0 to 0.29.0: who is short of blocks preempts nobody whose blocks come too late for it.
+
+With a connector that loads KV, the blocks of a request that ends or is preempted are held back
+while a step runs that may write to them. To preempt one in flight gains the request that is short
+nothing in this step, and the next one just as little: a single block that is missing preempts all
+that run. Here the request that is short waits for the running step instead, and nobody who waits
+outside takes blocks before it. Upstream (0.30.0) waits, too, for whom it would preempt. It lets
+waiting requests in meanwhile; and under `--scheduling-policy priority` it goes on to run one that
+is to be preempted as long as that needs no block of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import Request
+
+
+def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> bool:
+    """Say whether a running request without blocks is to wait, where it would preempt another.
+
+    It is while blocks are held back, or if those of the next to be preempted would be. Without a
+    connector that loads, and without steps that overlap, neither ever is.
+
+    Args:
+        scheduler: of the engine.
+        scheduled: ids of the requests that this step computes, so far. One of these goes on
+            running, step after step, unless it is preempted: so it is.
+    """
+    if scheduler.policy == SchedulingPolicy.PRIORITY:
+        victim = max(
+            scheduler.running, key=lambda request: (request.priority, request.arrival_time)
+        )
+    else:
+        victim = scheduler.running[-1]
+    waits = bool(scheduler.deferred_frees) or (
+        victim.last_sched_seq > scheduler.processed_step_seq and victim.request_id not in scheduled
+    )
+    if waits:
+        scheduler._short_in_step = scheduler.current_step  # type: ignore[attr-defined, unused-ignore]
+    return waits
+
+
+def admits_waiting(scheduler: Scheduler, preempted: Sequence[Request]) -> bool:
+    """Say whether the step that is being decided on may give blocks to waiting requests.
+
+    Args:
+        scheduler: of the engine.
+        preempted: by this step; then nobody is let in, as on stock.
+    """
+    short_in_step: int | None = vars(scheduler).get("_short_in_step")
+    return not preempted and short_in_step != scheduler.current_step
