@@ -16,7 +16,9 @@ from unittest import mock
 
 import msgspec
 import zmq
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.core import EngineCoreProc
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -64,7 +66,7 @@ def _life(engine: DecodeEngine, req_id: str, tokens: int, blocks: list[list[int]
     nixl = nixl_of(engine.worker)
     before, heard = len(nixl.reads), {k: len(v) for k, v in nixl.heard.items()}
     engine.ask(req_id, range(1000, 1000 + tokens), remote_blocks=blocks)
-    steps = []
+    steps: list[Observed] = []
     for _ in range(8):
         step = engine.step()
         nixl.finish(*nixl.in_flight())
@@ -532,6 +534,24 @@ def a_client_leaves_while_its_read_fails(steps: str) -> Observed:
                 engine, advance, moment, parts=parts
             )
     return observed
+
+
+@scenario("no connector", "no overlap", "room for all")
+def three_share_a_small_cache(variant: str) -> Observed:
+    """What each step computes; but for the last, who is short of blocks preempts who came last."""
+    engine = OverlappedEngine(
+        num_blocks=40 if variant == "room for all" else 8,
+        connected=variant != "no connector",
+        depth=1 if variant == "no overlap" else 2,
+        scheduler=Scheduler if variant == "no overlap" else AsyncScheduler,
+    )
+    for number in range(3):
+        engine.ask(f"req-{number}", range(100 * number, 100 * number + 30), max_tokens=24)
+    steps: list[Observed] = []
+    while (engine.steps or engine.scheduler.has_requests()) and len(steps) < 200:
+        decided = engine.advance()
+        steps.append(decided and dict(decided.num_scheduled_tokens))
+    return [steps, engine.finished]
 
 
 # ---------------------------------------------------------------- what P keeps for D

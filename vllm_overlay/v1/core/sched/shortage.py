@@ -12,14 +12,13 @@ is to be preempted as long as that needs no block of its own.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.request import Request
 
 
 def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> bool:
@@ -33,26 +32,22 @@ def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> b
         scheduled: ids of the requests that this step computes, so far. One of these goes on
             running, step after step, unless it is preempted: so it is.
     """
+    scheduler._short_in_step = scheduler.current_step  # type: ignore[attr-defined, unused-ignore]
     if scheduler.policy == SchedulingPolicy.PRIORITY:
         victim = max(
             scheduler.running, key=lambda request: (request.priority, request.arrival_time)
         )
     else:
         victim = scheduler.running[-1]
-    waits = bool(scheduler.deferred_frees) or (
+    return bool(scheduler.deferred_frees) or (
         victim.last_sched_seq > scheduler.processed_step_seq and victim.request_id not in scheduled
     )
-    if waits:
-        scheduler._short_in_step = scheduler.current_step  # type: ignore[attr-defined, unused-ignore]
-    return waits
 
 
-def admits_waiting(scheduler: Scheduler, preempted: Sequence[Request]) -> bool:
+def nobody_was_short(scheduler: Scheduler) -> bool:
     """Say whether the step that is being decided on may give blocks to waiting requests.
 
-    Args:
-        scheduler: of the engine.
-        preempted: by this step; then nobody is let in, as on stock.
+    On stock it may if it has preempted nobody. Who is preempted is so for somebody who is short.
     """
     short_in_step: int | None = vars(scheduler).get("_short_in_step")
-    return not preempted and short_in_step != scheduler.current_step
+    return short_in_step != scheduler.current_step

@@ -28,6 +28,11 @@ def test_up_to_the_last_place_of_the_longest_sequence() -> None:
     assert not padding.guesses_fit(scheduler(), request, 96)
 
 
+def test_a_model_that_samples_none() -> None:
+    request = SimpleNamespace(num_computed_tokens=0)
+    assert padding.guesses_fit(scheduler(num_sampled_tokens_per_step=0), request, 96)
+
+
 def test_a_release_that_does_not_say_how_many_are_sampled() -> None:
     older = scheduler()
     del older.num_sampled_tokens_per_step

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 
 from tests.support.overlapped_engine import OverlappedEngine
 
-pytest.importorskip("vllm_overlay.v1.core.sched.shortage", reason="0.24.0 to 0.29.0")
+shortage = pytest.importorskip("vllm_overlay.v1.core.sched.shortage", reason="0.24.0 to 0.29.0")
 
 TOKENS = 4
 
@@ -55,3 +59,58 @@ def test_without_a_connector_nobody_waits() -> None:
     assert decided is not None
     assert set(decided.num_scheduled_tokens) == {"older"}
     assert newer.num_preemptions == 1
+
+
+OLD, MID, NEW = (
+    SimpleNamespace(request_id=req_id, priority=priority, arrival_time=time, last_sched_seq=step)
+    for req_id, priority, time, step in (("old", 5, 1, 7), ("mid", 9, 2, 8), ("new", 9, 3, 7))
+)
+"""Requests that run; the step that has number 8 is under way, and 7 is over."""
+
+
+def scheduler(running: list[SimpleNamespace], **different: Any) -> SimpleNamespace:  # noqa: ANN401
+    known = {
+        "policy": SchedulingPolicy.FCFS,
+        "running": running,
+        "deferred_frees": [],
+        "processed_step_seq": 7,
+        "current_step": 9,
+    }
+    return SimpleNamespace(**known | different)
+
+
+@pytest.mark.parametrize(
+    ("running", "waits"), [([NEW, OLD, MID], True), ([MID, OLD, NEW], False), ([MID], True)]
+)
+def test_the_last_is_who_is_preempted(running: list[SimpleNamespace], waits: bool) -> None:
+    assert shortage.waits_for_running_step(scheduler(running), set()) is waits
+
+
+@pytest.mark.parametrize(
+    ("running", "waits"),
+    [([MID, OLD], True), ([OLD, MID], True), ([MID, NEW, OLD], False), ([OLD, NEW, MID], False)],
+)
+def test_the_least_urgent_is_and_of_these_the_latest(
+    running: list[SimpleNamespace], waits: bool
+) -> None:
+    asked = scheduler(running, policy=SchedulingPolicy.PRIORITY)
+    assert shortage.waits_for_running_step(asked, set()) is waits
+
+
+def test_who_would_run_on_is_preempted() -> None:
+    asked = scheduler([OLD, MID], policy=SchedulingPolicy.PRIORITY)
+    assert shortage.waits_for_running_step(asked, {"old"})
+    assert not shortage.waits_for_running_step(asked, {"mid"})
+
+
+def test_blocks_that_are_held_back_are_awaited() -> None:
+    assert shortage.waits_for_running_step(scheduler([OLD], deferred_frees=[(8, [])]), {"old"})
+
+
+def test_only_the_step_in_which_somebody_is_short_lets_nobody_in() -> None:
+    asked = scheduler([OLD])
+    assert shortage.nobody_was_short(asked)
+    shortage.waits_for_running_step(asked, set())
+    assert not shortage.nobody_was_short(asked)
+    asked.current_step += 1
+    assert shortage.nobody_was_short(asked)
