@@ -29,6 +29,7 @@ from tests.parity.scenario import LeftOutError, Observed, at_least, said, scenar
 from tests.parity.visits import serving
 from tests.support import decode_engine, nixl_worker
 from tests.support.decode_engine import DecodeEngine
+from tests.support.hybrid_engine import engine_of
 from tests.support.idle_engine import IdleEngine
 from tests.support.lease_pair import prefill_server
 from tests.support.nixl_release import GET_META_MSG, NixlAgentMetadata
@@ -552,6 +553,24 @@ def three_share_a_small_cache(variant: str) -> Observed:
         decided = engine.advance()
         steps.append(decided and dict(decided.num_scheduled_tokens))
     return [steps, engine.finished]
+
+
+@scenario("blocks", "state", "both")
+def d_has_part_of_a_hybrids_prompt(what: str) -> Observed:
+    """It has the blocks of the prompt's beginning, or some and the state after it, or all of it."""
+    if not since("0.24.0"):
+        raise LeftOutError("each group is looked up by itself from 0.24.0 on")
+    engine = engine_of(DecodeEngine, mode="align", num_blocks=10, prefix_caching=True)
+    connect(engine.worker, "P")
+    engine.ask("earlier", range(1000, 1064), max_tokens=1)
+    engine.step()
+    if what == "state":  # takes the last blocks of `earlier`, and leaves its state
+        engine.ask("other", range(64), max_tokens=1)
+        engine.step()
+    engine.step()  # nobody runs
+    tokens = 40 if what == "blocks" else 80
+    blocks = [_blocks(group, tokens - 1) for group in ("full", "mamba")]
+    return _life(engine, "req-d", tokens, blocks)
 
 
 # ---------------------------------------------------------------- what P keeps for D

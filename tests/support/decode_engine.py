@@ -68,6 +68,7 @@ class DecodeEngine:
         block_size: int = 16,
         num_blocks: int = 64,
         log_stats: bool = False,
+        prefix_caching: bool | None = None,
     ) -> None:
         self.groups = tuple(groups)
         self.worker = make_worker(
@@ -76,7 +77,7 @@ class DecodeEngine:
             block_size=block_size,
             num_blocks=num_blocks,
             # vLLM does not cache prefixes of recurrent states by default.
-            prefix_caching="mamba" not in groups,
+            prefix_caching="mamba" not in groups if prefix_caching is None else prefix_caching,
         )
         config = self.worker.vllm_config
         config.cache_config.num_gpu_blocks = num_blocks

@@ -20,6 +20,7 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.core.single_type_kv_cache_manager import MambaManager
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
@@ -211,7 +212,13 @@ class OverlappedEngine(DecodeEngine):
     def _misread(self, part: _Part) -> Iterator[tuple[int, int]]:
         """Yield where a step finds something else than what its first token looks back at."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        null = self.scheduler.kv_cache_manager.block_pool.null_block.block_id
         for manager, group in zip(managers, part.blocks, strict=True):
+            before = part.start - 1
+            if isinstance(manager, MambaManager) and part.start:
+                state = group[before // self.block_size]
+                if state == null:
+                    yield state, before % self.block_size  # it goes on from nothing
             first = max(0, manager.get_num_skipped_tokens(part.start))  # of states -1, of nothing
             for token, place in self._places(range(first, part.start), group):
                 if self.cache.get(place) != _kv(part.request, token):

@@ -1,0 +1,94 @@
+"""48425: what the prefix cache has of a hybrid's prompt is used with its state, or not at all.
+
+Attention's blocks and recurrent states are cached apart: of a prompt all blocks, and the state at
+its end. A connector may load the state, and mostly loads nothing: P computes its prompts, and so
+does D where it was asked without P, or goes on after a preemption.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from tests.support.hybrid_engine import engine_of
+from tests.support.nixl_worker import connect
+from tests.support.overlapped_engine import OverlappedEngine
+
+BLOCK = 16
+
+EARLIER = range(4 * BLOCK)
+"""A prompt whose blocks are cached, and its state."""
+
+SHARED = range(2 * BLOCK)
+"""How it begins: of this only the blocks are."""
+
+OTHER = range(500, 500 + 2 * BLOCK)
+
+TURNS = 20
+"""More than a request takes. P goes on for longer, as nobody reads from it."""
+
+TO_D = {"do_remote_decode": True}
+
+
+def make(**config: Any) -> OverlappedEngine:  # noqa: ANN401 - of `OverlappedEngine`
+    """An engine that keeps the states at the ends of prompts."""
+    engine = engine_of(OverlappedEngine, mode="align", prefix_caching=True, **config)
+    engine.scheduler.need_mamba_block_aligned_split = True
+    return engine
+
+
+@pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])
+def test_a_shared_beginning_without_a_state_is_computed(params: dict[str, Any] | None) -> None:
+    engine = make()
+    engine.send("earlier", EARLIER, params)
+    engine.run(TURNS)
+    second = engine.send("second", [*SHARED, *OTHER], params)
+    engine.run(TURNS)
+    assert engine.finished["second"] == "length"
+    assert engine.wrong == []
+    assert engine.computed["second"] >= second.num_prompt_tokens
+
+
+def test_a_prompt_whose_state_d_does_not_load_is_computed() -> None:
+    engine = make()
+    connect(engine.worker, "P", num_blocks=64)
+    engine.ask("earlier", EARLIER)
+    assert engine.run()
+    engine.ask("second", [*SHARED, 999], remote_blocks=[[1, 2, 3], [4, 5, 6]])
+    assert engine.run()
+    assert engine.wrong == []
+    assert engine.computed["second"] > len(SHARED)
+
+
+def test_who_goes_on_after_a_preemption_has_what_it_looks_at() -> None:
+    engine = make(depth=1, scheduler=Scheduler, num_blocks=13)  # too few for two
+    connect(engine.worker, "P", num_blocks=64)
+    for start, req_id in enumerate(["older", "newer"]):
+        prompt = [start, *EARLIER, *OTHER[:3]]
+        engine.ask(req_id, prompt, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], max_tokens=BLOCK)
+    assert engine.run()
+    assert engine.wrong == []
+
+
+def test_a_state_that_outlives_its_blocks_is_not_used() -> None:
+    engine = make(num_blocks=9)
+    engine.ask("earlier", EARLIER, max_tokens=1)
+    assert engine.run()
+    engine.ask("other", OTHER)  # takes the last blocks of `earlier`, and leaves its state
+    assert engine.run()
+    engine.ask("second", range(5 * BLOCK), max_tokens=1)
+    assert engine.run()
+    assert engine.wrong == []
+
+
+@pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])
+def test_logprobs_of_a_prompt_are_of_all_its_tokens(params: dict[str, Any] | None) -> None:
+    engine = make()
+    engine.send("earlier", EARLIER, params)
+    engine.run(TURNS)
+    second = engine.send("second", [*EARLIER, *OTHER], params, prompt_logprobs=1)
+    engine.run(TURNS)
+    assert engine.finished["second"] == "length"
+    assert engine.computed["second"] >= second.num_prompt_tokens
