@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -56,3 +57,26 @@ def engine_of(
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
     ):
         return kind(groups=("full", "mamba"), **config)
+
+
+def caching_engine_of(
+    kind: type[_Engine],
+    *,
+    mode: str,
+    transfer: Mapping[str, Any] | None = None,
+    **config: Any,  # noqa: ANN401 - of `kind`
+) -> _Engine:
+    """An engine of a hybrid model that caches prefixes, of states in `mode` "align" or "all".
+
+    `transfer` is for `make_vllm_config`, of another connector than the one that pulls; the worker
+    stays that one's.
+    """
+    plain = nixl_worker.make_worker
+
+    def caching(**words: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
+        worker = plain(**words | {"prefix_caching": True} | dict(transfer or {}))
+        worker.vllm_config.cache_config.mamba_cache_mode = mode
+        return worker
+
+    with mock.patch.object(decode_engine, "make_worker", caching):
+        return engine_of(kind, mode=mode, **config)

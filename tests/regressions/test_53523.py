@@ -1,0 +1,81 @@
+"""53523: a prompt that P has in its prefix cache but for the last token does not end P.
+
+Of a model with recurrent states P leaves a prompt's last token to D. What is then left of a prompt
+of some whole blocks and a token may be in P's cache to its end: whenever that prompt comes again.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+from tests.support.hybrid_engine import caching_engine_of
+from tests.support.nixl_worker import attempt
+from tests.support.prefill_engine import PrefillEngine
+
+PROMPT = range(1000, 1049)
+"""Three blocks of 16 and a token."""
+
+LEFT_TO_P = list(PROMPT[:-1])
+
+NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+PUSHES = find_spec(NIXL) is not None and find_spec(f"{NIXL}.push_scheduler") is not None
+TRANSFERS: dict[str, dict[str, Any]] = {"pull": {"connector": "NixlConnector"}}
+if PUSHES:
+    TRANSFERS["push"] = {"connector": "NixlPushConnector"}
+if issubclass(MultiConnector, SupportsHMA):  # else it serves no hybrid
+    one = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+    TRANSFERS["several"] = {"connector": "MultiConnector", "extra_config": {"connectors": [one]}}
+
+
+def prefills(engine: PrefillEngine, req_id: str, params: dict[str, Any] | None = None) -> bool:
+    """Let P compute the prompt, for a D unless `params` say otherwise; whether it lives on."""
+    engine.prefill(req_id, PROMPT, params=params)
+    return attempt(engine.run, 6) is None
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "one-by-one"])
+def test_a_prompt_that_comes_again(mode: str, async_scheduling: bool) -> None:
+    engine = caching_engine_of(PrefillEngine, mode=mode, async_scheduling=async_scheduling)
+    assert prefills(engine, "first")
+    assert prefills(engine, "again"), "P has ended"
+    assert engine.handed_out == {"first": LEFT_TO_P, "again": LEFT_TO_P}
+
+
+def test_a_prompt_that_was_answered_here_before() -> None:
+    engine = caching_engine_of(PrefillEngine, mode="align")
+    assert prefills(engine, "here", params={})
+    assert prefills(engine, "for-d"), "P has ended"
+    assert engine.handed_out["for-d"] == LEFT_TO_P
+
+
+@pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=list(TRANSFERS))
+def test_every_connector_with_nixl(transfer: dict[str, Any]) -> None:
+    engine = caching_engine_of(PrefillEngine, mode="align", transfer=transfer)
+    assert prefills(engine, "first")
+    assert prefills(engine, "again"), "P has ended"
+    assert len(engine.tokens["again"]) == 1
+    assert engine.answers["again"] is not None
+
+
+def test_one_that_is_to_be_read_from_another_p_as_well() -> None:
+    """A chain of engines: what the first has computed is in the cache of the second already."""
+    engine = caching_engine_of(PrefillEngine, mode="align")
+    assert prefills(engine, "first", params={})
+    both = {
+        "do_remote_prefill": True,
+        "do_remote_decode": True,
+        "remote_block_ids": [[1, 2, 3, 4], [1]],
+        "remote_engine_id": "other",
+        "remote_request_id": "first-at-other",
+        "remote_host": "127.0.0.1",
+        "remote_port": 5600,
+        "tp_size": 1,
+    }
+    assert prefills(engine, "again", params=both), "P has ended"
+    assert engine.tokens["again"]
