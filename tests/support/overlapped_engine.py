@@ -199,7 +199,7 @@ class OverlappedEngine(DecodeEngine):
     def _sample(self, part: _Part) -> list[int]:
         if not part.samples:
             return []
-        number = part.end - part.request.num_prompt_tokens + 1
+        number = part.request.num_output_tokens + 1  # of which places for guesses are none
         return [STOP if self._stops.get(part.request.request_id) == number else TOKEN]
 
     def _write(
