@@ -51,7 +51,7 @@ class RealEngines(Engines):
     def __init__(self, deployment: Deployment, state_tokens: int | None) -> None:
         super().__init__(deployment, state_tokens=state_tokens, nixl=REAL)
 
-    def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> int:
+    def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> None:
         for group in self.decode.kv_cache_config.kv_cache_groups:
             for name in group.layer_names:
                 cache = self.decode.device_kv_caches[name]
@@ -63,7 +63,6 @@ class RealEngines(Engines):
             raise TransferError(f"D reports {reported}")
         if lost := self.decode.get_block_ids_with_load_errors():
             raise TransferError(f"the read of {lost} failed")
-        return 1  # D's worker has post-processed what it received
 
     def close(self) -> None:
         self.decode.shutdown()
@@ -89,6 +88,7 @@ def faults(
     except RuntimeError as refusal:
         # Hybrids are served whatever the ratios: theirs follow from TP sizes, not from a flag.
         must_serve = d.prefill_ratio == d.decode_ratio or "mamba" in d.groups
+        must_serve &= d.makes_its_blocks
         if must_serve or "--block-size" not in str(refusal):
             yield f"refused: {refusal}"
     except (AssertionError, IndexError, TimeoutError, TransferError) as error:

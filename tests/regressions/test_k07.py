@@ -10,7 +10,14 @@ import pytest
 
 from tests.support.harness import HarnessError
 from tests.support.kv_landing import Deployment, Engines
-from tests.support.nixl_worker import GroupKind, MismatchError, connect, make_worker, nixl_of
+from tests.support.nixl_worker import (
+    EngineDiedError,
+    GroupKind,
+    MismatchError,
+    connect,
+    make_worker,
+    nixl_of,
+)
 
 
 def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
@@ -26,7 +33,7 @@ def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
         return []
     try:
         return engines.faults_of_a_prompt(tokens, hit)
-    except (AssertionError, IndexError, MismatchError) as error:
+    except (AssertionError, EngineDiedError, IndexError, MismatchError) as error:
         return [f"the worker died: {error!r}"]
 
 
@@ -56,6 +63,17 @@ def test_a_prefix_hit_leaves_the_rest_in_its_place_when_kernel_blocks_differ() -
     deployment = Deployment(1, 1, split=2, prefix_caching=True)
     cases = [(13, 1), (18, 1), (33, 2), (40, 1), (41, 5), (48, 2)]
     wrong = {case: found for case in cases if (found := faults(deployment, *case))}
+    assert wrong == {}
+
+
+def test_a_block_that_is_read_in_parts_is_whole_in_the_end() -> None:
+    """P's kernel blocks hold 4 tokens, D's 8. Without a prefix hit every part is paired rightly."""
+    wrong = {}
+    for mla in (False, True):
+        deployment = Deployment(1, 1, split=2, mla=mla, whole=True)
+        for tokens in (3, 16, 26, 45):
+            if found := faults(deployment, tokens):
+                wrong[deployment, tokens] = found
     assert wrong == {}
 
 

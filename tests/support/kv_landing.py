@@ -2,10 +2,10 @@
 
 Two real workers (`tests.support.nixl_worker`), a prefill and a decode one, live in this process.
 The decode worker is told about the prefill worker by the prefill worker's own handshake payload,
-is asked to receive a prompt, and the reads that it posts are carried out on memory. Then each
-token of the prompt is looked up at the place where the attention kernel will look: nothing here
-knows how blocks are paired, only that token `t` of a request sits in its logical block
-`t // block_size`.
+is asked to receive a prompt, the reads that it posts are carried out on memory, and it is stepped
+once more. Then each token of the prompt is looked up at the place where the attention kernel will
+look: nothing here knows how blocks are paired or what they were read in, only that token `t` of a
+request sits in its logical block `t // block_size`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ from tests.support.nixl_worker import (
     BESIDE,
     SCRIPTED,
     GroupKind,
+    lives,
     make_worker,
     nixl_of,
     rank_key,
     receive,
     states_in,
+    step,
 )
+from tests.support.release import since
 
 MAX_TOKENS = 256
 """Longer prompts have no value of their own for each token (see `_value`)."""
@@ -46,6 +49,7 @@ class Deployment:
         split: kernel blocks of P in one of D.
         prefix_caching: whether D caches prefixes.
         mla: whether the model has a latent KV cache.
+        whole: keys and values of a block lie together, see `make_worker`.
         stated: whether P says its ratio; no is what stock 0.20.x does.
     """
 
@@ -56,12 +60,20 @@ class Deployment:
     split: int = 1
     prefix_caching: bool = False
     mla: bool = False
+    whole: bool = False
     stated: bool = True
 
     @property
     def decode_block(self) -> int:
         """Tokens in a logical block of D."""
         return self.kernel * self.split * self.decode_ratio
+
+    @property
+    def makes_its_blocks(self) -> bool:
+        """Whether the release makes D's kernel blocks rightly of those that it reads of P."""
+        if self.split == 1 or since("0.32.0"):
+            return True
+        return not since("0.29.0") if self.mla else not (since("0.26.0") or self.whole)
 
 
 class Engines:
@@ -90,6 +102,7 @@ class Engines:
                 num_blocks=1 + len(d.groups) * (-(-max_tokens // block) + 1),
                 state_tokens=state_tokens or min(blocks),
                 prefix_caching=d.prefix_caching,
+                whole=d.whole,
                 nixl=nixl,
             )
             for name, block, kernel in zip("PD", blocks, kernels, strict=True)
@@ -113,12 +126,15 @@ class Engines:
             tokens: length of the prompt.
             hit: leading logical blocks that D has cached.
             seed: for the choice of blocks.
+
+        Raises:
+            EngineDiedError: D's worker raised when all had arrived.
         """
-        p, d = _Side(self.prefill), _Side(self.decode)
+        p, d = (_Side(worker, self.deployment.whole) for worker in (self.prefill, self.decode))
         theirs, ours = p.allocate(tokens, seed), d.allocate(tokens, seed + 1)
         for group in range(len(self.deployment.groups)):
             p.fill(group, theirs[group], tokens)
-        split = self.transfer(
+        self.transfer(
             [d.asked_for(g, ids, hit) for g, ids in enumerate(ours)],
             [p.asked_for(g, ids, 0) for g, ids in enumerate(theirs)],
         )
@@ -126,20 +142,18 @@ class Engines:
         found = [
             fault
             for group in range(len(self.deployment.groups))
-            for fault in d.faults(group, ours[group], range(first, tokens), theirs[group], p, split)
+            for fault in d.faults(group, ours[group], range(first, tokens), theirs[group], p)
         ]
         return found + d.strays(ours, hit)
 
-    def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> int:
-        """Make D receive `theirs` into `ours`, logical blocks of each group.
-
-        Returns:
-            The parts in which D's kernel blocks lie afterwards: received, not yet post-processed.
-        """
+    def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> None:
+        """Make D receive `theirs` into `ours`, logical blocks of each group, and step it then."""
         receive(self.decode, local_blocks=ours, remote_blocks=theirs)
-        for read in nixl_of(self.decode).reads:
-            nixl_of(self.decode).move(read)
-        return self.deployment.split
+        nixl = nixl_of(self.decode)
+        for read in nixl.in_flight():
+            nixl.move(read)
+            nixl.finish(read)
+        lives(step, self.decode)
 
 
 def _value(token: int, layer: int) -> float:
@@ -149,8 +163,9 @@ def _value(token: int, layer: int) -> float:
 class _Side:
     """One engine's caches, looked at as an attention kernel does."""
 
-    def __init__(self, worker: NixlConnectorWorker) -> None:
+    def __init__(self, worker: NixlConnectorWorker, whole: bool) -> None:
         self.worker = worker
+        self.whole = whole
         self.groups = worker.kv_cache_config.kv_cache_groups
         self.ratio = worker._physical_blocks_per_logical_kv_block
         self.kernel: int = worker.block_size
@@ -186,9 +201,9 @@ class _Side:
                 continue
             for block in ids:
                 for kernel in range(block * self.ratio, (block + 1) * self.ratio):
-                    self._kernel_block(cache, kernel, 1)[:] = -1
+                    self._kernel_block(cache, kernel)[:] = -1
             for token in range(tokens):
-                self._cell(cache, ids, token, 1)[:] = _value(token, layer)
+                self._cell(cache, ids, token)[:] = _value(token, layer)
 
     def faults(
         self,
@@ -197,7 +212,6 @@ class _Side:
         wanted: Sequence[int],
         remote_ids: list[int],
         remote: _Side,
-        split: int,
     ) -> list[str]:
         """Tokens of `wanted` that are not in their place, or a state that is not the peer's."""
         spec = self.groups[group].kv_cache_spec
@@ -212,7 +226,7 @@ class _Side:
                 continue
             window = getattr(spec, "sliding_window", None)
             for token in wanted[-window:] if window else wanted:
-                cell = self._cell(cache, ids, token, split)
+                cell = self._cell(cache, ids, token)
                 if not bool((cell == _value(token, layer)).all()):
                     found.append(f"{name}: token {token} holds {cell.flatten()[0].item()}")
         return found
@@ -229,27 +243,21 @@ class _Side:
             for name in names
             for kernel in range(self.worker.num_blocks)
             if kernel // self.ratio not in asked
-            and bool(self._kernel_block(self.worker.device_kv_caches[name], kernel, 1).any())
+            and bool(self._kernel_block(self.worker.device_kv_caches[name], kernel).any())
         ]
 
-    def _cell(self, cache: torch.Tensor, ids: list[int], token: int, split: int) -> torch.Tensor:
-        """Where a token's keys and values are. A block received in `split` parts still has the
-        peer's order of heads and tokens within each part, until it is post-processed."""
+    def _cell(self, cache: torch.Tensor, ids: list[int], token: int) -> torch.Tensor:
+        """Where a token's keys and values are."""
         within = token % self.block
-        block = self._kernel_block(
-            cache, ids[token // self.block] * self.ratio + within // self.kernel, split
-        )
-        part, slot = divmod(within % self.kernel, self.kernel // split)
-        return block[..., part, :, slot, :]
+        index = ids[token // self.block] * self.ratio + within // self.kernel
+        return self._kernel_block(cache, index)[..., within % self.kernel, :]
 
-    def _kernel_block(self, cache: torch.Tensor, index: int, split: int) -> torch.Tensor:
-        """One kernel block as (keys and values, parts, heads, tokens of a part, head size)."""
+    def _kernel_block(self, cache: torch.Tensor, index: int) -> torch.Tensor:
+        """One kernel block as (keys and values, heads, tokens, head size)."""
         if BESIDE and cache.dim() == 4:  # blocks, heads, tokens, keys and values of each
-            block = cache[index]
-            return block.view(1, split, block.shape[0], self.kernel // split, -1)
+            return cache[index].unsqueeze(0)
         if cache.dim() == 3:  # latent: blocks, tokens, elements
-            return cache[index].view(1, split, 1, self.kernel // split, -1)
-        # Blocks first in a hybrid; else as in memory, with heads before tokens.
-        block = cache[index] if self.worker._has_mamba else cache[:, index].transpose(1, 2)
-        heads, size = block.shape[1], block.shape[3]
-        return block.view(block.shape[0], split, heads, self.kernel // split, size)
+            return cache[index].view(1, 1, self.kernel, -1)
+        if self.worker._has_mamba:  # blocks first, and heads before tokens
+            return cache[index]
+        return (cache[index] if self.whole else cache[:, index]).transpose(1, 2)

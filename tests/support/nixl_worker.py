@@ -163,7 +163,7 @@ class Read:
 
 
 class MismatchError(Exception):
-    """A read between blocks of different sizes, which NIXL refuses to make."""
+    """A read between blocks of two sizes, or beyond our memory, which NIXL refuses to make."""
 
 
 class UnscriptedError(HarnessError, AttributeError):
@@ -222,13 +222,25 @@ class ScriptedNixl:
             read.state = "ERR"
 
     def move(self, read: Read) -> None:
-        """Copy the bytes of a read, as NIXL does; the peer's memory must be in this process."""
+        """Copy the bytes of a read, as NIXL does; the peer's memory must be in this process.
+
+        Raises:
+            MismatchError: NIXL would not.
+        """
+        known = [
+            (int(start), int(length))
+            for (regions,) in self.called("register_memory")
+            for start, length, *_ in regions
+        ]
         ours, theirs = (self._descs[side] for side in read.sides)
         for to, source in zip(read.local, read.remote, strict=True):
-            (target, size, _), (origin, offered, _) = ours[to], theirs[source]
+            # Some releases make arrays, of numbers without a sign.
+            target, size, origin, offered = map(int, (*ours[to][:2], *theirs[source][:2]))
             if size != offered:
                 raise MismatchError(f"descriptors of {size} and {offered} bytes")
-            ctypes.memmove(int(target), int(origin), int(size))  # some releases make an array
+            if not any(0 <= target - start <= length - size for start, length in known):
+                raise MismatchError(f"a read of {size} bytes into what is not registered")
+            ctypes.memmove(target, origin, size)
 
     def in_flight(self) -> list[Read]:
         """The reads that may still write into local blocks."""
@@ -442,7 +454,9 @@ def make_vllm_config(
     return config
 
 
-def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]:
+def _backend(
+    mla: bool, kernel_block_size: int | None, whole: bool = False
+) -> type[AttentionBackend]:
     """An attention backend that only declares its cache: name, shape, kernel block sizes."""
 
     class TinyBackend(AttentionBackend):  # type: ignore[misc, unused-ignore]
@@ -478,7 +492,8 @@ def _backend(mla: bool, kernel_block_size: int | None) -> type[AttentionBackend]
                 return (num_blocks, block_size, head_size)
             if BESIDE:
                 return (num_blocks, num_kv_heads, block_size, 2 * head_size)
-            return (2, num_blocks, block_size, num_kv_heads, head_size)
+            first = (num_blocks, 2) if whole else (2, num_blocks)
+            return (*first, block_size, num_kv_heads, head_size)
 
     return TinyBackend
 
@@ -560,8 +575,9 @@ def _tensor(page: int, num_blocks: int, layers: list[str]) -> Any:  # noqa: ANN4
 # ---------------------------------------------------------------- the worker
 
 
-def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
-    """Zeroed caches for `register_kv_caches`, laid out as the model runner does it."""
+def allocate(config: KVCacheConfig, kernel_block_size: int, whole: bool = False) -> dict[str, Any]:
+    """Zeroed caches for `register_kv_caches`, laid out as the model runner does it; `whole` as in
+    `make_worker`."""
     hybrid = any(isinstance(g.kv_cache_spec, MambaSpec) for g in config.kv_cache_groups)
     storage = {
         name: tensor
@@ -593,8 +609,9 @@ def allocate(config: KVCacheConfig, kernel_block_size: int) -> dict[str, Any]:
                     kernel_blocks, 2, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
                 )
             else:  # the backend's shape names tokens before heads; in memory heads come first
+                first = (kernel_blocks, 2) if whole else (2, kernel_blocks)
                 caches[name] = flat.view(
-                    2, kernel_blocks, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
+                    *first, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
                 ).transpose(2, 3)
     return caches
 
@@ -618,13 +635,14 @@ def surroundings(
     mla: bool = False,
     kernel_block_size: int | None = None,
     layout: Literal["HND", "NHD"] = "HND",
+    whole: bool = False,
     **names: Any,  # noqa: ANN401 - any replacement
 ) -> Iterator[None]:
     """Replace what a worker meets while it is built, and nothing for longer.
 
     `names` are further names of the worker's module to replace.
     """
-    backend = _backend(mla, kernel_block_size)
+    backend = _backend(mla, kernel_block_size, whole)
     names = {
         **SCRIPTED,
         "get_current_attn_backends": lambda *_: [backend],
@@ -655,6 +673,7 @@ def make_worker(
     num_blocks: int = 8,
     state_tokens: int | None = None,
     layout: Literal["HND", "NHD"] = "HND",
+    whole: bool = False,
     worker_class: type[NixlConnectorWorker] = NixlConnectorWorker,
     nixl: Mapping[str, Any] = SCRIPTED,
     **config: Any,  # noqa: ANN401 - handed on
@@ -672,6 +691,8 @@ def make_worker(
         num_blocks: logical blocks of the cache.
         state_tokens: size of a Mamba state, see `make_kv_cache_config`.
         layout: the cache's layout; different TP sizes on P and D need HND.
+        whole: keys and values of a block lie together, as FlashInfer has them, and from 0.23.0 on
+            FlashAttention too, not each in a tensor of its own. From 0.26.0 on they always do.
         worker_class: the class to build.
         nixl: the NIXL underneath.
         config: further keyword arguments of `make_vllm_config`.
@@ -698,12 +719,14 @@ def make_worker(
         mla=mla,
         kernel_block_size=kernel_block_size,
         layout=layout,
+        whole=whole,
         get_tensor_model_parallel_rank=lambda: tp_rank,
         get_tensor_model_parallel_world_size=lambda: tp_size,
         **nixl,
     ):
         worker = worker_class(vllm_config, engine_id, kv_cache_config)
-        worker.register_kv_caches(allocate(kv_cache_config, kernel_block_size or block_size))
+        caches = allocate(kv_cache_config, kernel_block_size or block_size, whole)
+        worker.register_kv_caches(caches)
     return worker
 
 

@@ -30,6 +30,7 @@ import importlib
 import importlib.util
 import os
 import socket
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -105,6 +106,10 @@ def prepare() -> None:
         nixl = f"{_CONNECTORS}.nixl.worker" if packaged else f"{_CONNECTORS}.nixl_connector"
         for name in (*_MODULES, nixl):
             importlib.import_module(name)
+        # That answer among others: pinned memory takes a GPU.
+        copies: Any = sys.modules.get("vllm.utils.torch_utils")
+        if hasattr(copies, "PIN_MEMORY"):
+            copies.PIN_MEMORY = False
         torch: Any = importlib.import_module("torch")
         torch.set_num_threads(1)
         distributed: Any = importlib.import_module("torch.distributed")

@@ -24,6 +24,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.ssm_conv_transfer_utils import
 from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, MambaSpec
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.parts import refuse_unsorted_parts
 from vllm_overlay.v1.kv_cache_interface import is_made_of
 
 if TYPE_CHECKING:
@@ -35,6 +36,9 @@ logger = init_logger(f"vllm.{__name__}")
 
 NULL_BLOCK = 0
 """Id of the block that stands for none: `BlockPool` takes its first one for that."""
+
+PACKED_BY_BLOCK = ("CPU_ATTN", "ROCM_ATTN")
+"""Attention that orders keys by the size of a block: no order of small blocks is a large one."""
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
@@ -148,11 +152,11 @@ def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> 
     """Refuse a peer whose ``--block-size`` differs where that cannot be served.
 
     Without Mamba layers the ratio follows from it alone, and a prefix hit at our block size may
-    end inside a block of the peer. Attention on CPUs makes its kernel blocks as large as it says,
-    and packs keys by the size of a block: no order of small blocks is a large one.
+    end inside a block of the peer. Kernel blocks of two sizes are served if smaller ones are put
+    together rightly (`refuse_unsorted_parts`), and never where keys are `PACKED_BY_BLOCK`.
 
     Raises:
-        RuntimeError: the ratios differ, or the sizes of the kernel blocks on a CPU.
+        RuntimeError: the ratios differ, or the sizes of the kernel blocks where they must not.
     """
     own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
     if not worker._has_mamba and ratio != own:
@@ -162,12 +166,13 @@ def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> 
             f"({own * worker.block_size} tokens). Start prefill and decode with the same "
             "--block-size."
         )
-    if worker.backend_name == "CPU_ATTN" and peer.block_size != worker.block_size:
+    if worker.backend_name in PACKED_BY_BLOCK and peer.block_size != worker.block_size:
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
             f"tokens, this engine of {worker.block_size}. {worker.backend_name} lays them out "
             "differently. Start prefill and decode with the same --block-size."
         )
+    refuse_unsorted_parts(worker, peer)
 
 
 def refuse_other_block_size(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
@@ -181,8 +186,10 @@ def refuse_other_block_size(worker: NixlConnectorWorker, peer: NixlAgentMetadata
     """
     own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
     same = ratio * peer.block_size == own * worker.block_size
-    if not same or ratio < own or worker.backend_name == "CPU_ATTN":
+    if not same or ratio < own or worker.backend_name in PACKED_BY_BLOCK:
         refuse_other_ratio(worker, peer)
+    else:
+        refuse_unsorted_parts(worker, peer)
 
 
 # ---------------------------------------------------------------- the read

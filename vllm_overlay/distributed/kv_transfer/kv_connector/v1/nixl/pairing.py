@@ -106,13 +106,13 @@ def refuse_pusher(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
     if theirs is not None and getattr(worker, "region_group_ids", theirs) != theirs:
         return
     refuse_unpairable_hybrid(worker, peer)  # type: ignore[arg-type, unused-ignore]
-    refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
     if peer.block_size != worker.block_size:
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} pushes kernel blocks of {peer.block_size} "
             f"tokens, this engine has {worker.block_size}. Start prefill and decode with the same "
             "--block-size."
         )
+    refuse_other_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
 
 
 def pair_smaller_blocks(

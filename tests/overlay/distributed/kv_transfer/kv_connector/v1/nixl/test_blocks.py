@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from typing import Any
 
 import msgspec
 import pytest
@@ -49,6 +50,7 @@ def deployments(draw: st.DrawFn) -> Deployment:
         split=draw(st.sampled_from([1, 1, 2, 3])) if groups == ("full",) else 1,
         prefix_caching=draw(st.booleans()),
         mla=draw(st.booleans()) if groups == ("full",) else False,
+        whole=draw(st.booleans()),
     )
 
 
@@ -67,12 +69,14 @@ def test_each_token_lands_in_its_place_or_the_peer_is_refused(
         engines.connect()
     except RuntimeError as refusal:
         event("refused")
-        assert deployment.prefill_ratio != deployment.decode_ratio, refusal
+        same_ratio = deployment.prefill_ratio == deployment.decode_ratio
+        assert not (same_ratio and deployment.makes_its_blocks), refusal
         # The last is upstream's own, of 0.33.0.
         ways_out = ("start", "use the same", "disable prefix caching with")
         assert any(way in str(refusal).lower() for way in ways_out), refusal
         assert nixl_of(engines.decode).reads == []
         return
+    assert deployment.makes_its_blocks
     tokens = data.draw(st.integers(1, 64), label="tokens")
     # vLLM computes at least the last token itself, and a state is never part of a hit here.
     most = (tokens - 1) // deployment.decode_block if deployment.prefix_caching else 0
@@ -92,15 +96,21 @@ with_kernels_of_two_sizes = given(
     kernel=st.sampled_from([1, 2]),
     split=st.integers(2, 4),
     mla=st.booleans(),
+    whole=st.booleans(),
 )
 
 
 def assert_all_is_read(data: st.DataObject, deployment: Deployment) -> None:
-    """D accepts P, and each token of a prompt lands in its place, whatever D has cached of it."""
+    """D accepts P, and each token of a prompt lands in its place, whatever D has cached of it; or
+    D refuses P, where it could not make its blocks of what it reads."""
     tokens = data.draw(st.integers(1, 64), label="tokens")
     hit = data.draw(st.integers(0, (tokens - 1) // deployment.decode_block), label="hit")
     event("with a hit" if hit else "without")
     engines = Engines(deployment)
+    if not deployment.makes_its_blocks:
+        with pytest.raises(RuntimeError, match="the same --block-size and attention backend"):
+            engines.connect()
+        return
     engines.connect()
     assert engines.faults_of_a_prompt(tokens, hit, seed=data.draw(st.integers(0, 99))) == []
 
@@ -108,9 +118,11 @@ def assert_all_is_read(data: st.DataObject, deployment: Deployment) -> None:
 @often
 @with_kernels_of_two_sizes
 def test_kernel_blocks_of_two_sizes_with_prefix_hits(
-    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
+    data: st.DataObject,
+    ratio: int,
+    **kernels: Any,  # noqa: ANN401 - of a Deployment
 ) -> None:
-    deployment = Deployment(ratio, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla)
+    deployment = Deployment(ratio, ratio, prefix_caching=True, **kernels)
     assert_all_is_read(data, deployment)
 
 
@@ -118,12 +130,13 @@ def test_kernel_blocks_of_two_sizes_with_prefix_hits(
 @often
 @with_kernels_of_two_sizes
 def test_kernel_blocks_of_two_sizes_within_blocks_of_one(
-    data: st.DataObject, ratio: int, kernel: int, split: int, mla: bool
+    data: st.DataObject,
+    ratio: int,
+    split: int,
+    **kernels: Any,  # noqa: ANN401 - of a Deployment
 ) -> None:
     """As where P's attention takes smaller blocks than D's, of one --block-size."""
-    deployment = Deployment(
-        ratio * split, ratio, kernel=kernel, split=split, prefix_caching=True, mla=mla
-    )
+    deployment = Deployment(ratio * split, ratio, split=split, prefix_caching=True, **kernels)
     assert_all_is_read(data, deployment)
 
 

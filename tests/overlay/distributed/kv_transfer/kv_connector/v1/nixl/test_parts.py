@@ -1,0 +1,123 @@
+"""Kernel blocks that are read in parts: refused where the release does not make blocks of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from vllm.distributed.kv_transfer.kv_connector import utils
+
+from tests.support.kv_landing import Deployment, Engines
+from tests.support.nixl_worker import connect, make_worker, peer_metadata
+from tests.support.release import since
+
+parts = pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.parts", reason="from 0.20.0 on"
+)
+
+HALVES = not since("0.26.0")
+"""Keys and values may have a tensor each."""
+
+REFUSAL = "the same --block-size and attention backend"
+
+
+def refused(worker: Any, **changes: Any) -> bool:  # noqa: ANN401 - a worker, fields of a peer
+    """Whether a peer is refused that has kernel blocks of half the size, if nothing else is said.
+
+    It is a fact of the worker: nothing that the handshake enters is asked for.
+    """
+    peer = peer_metadata(worker, "P", **{"block_size": worker.block_size // 2, **changes})
+    try:
+        parts.refuse_unsorted_parts(worker, peer)
+    except RuntimeError as refusal:
+        assert REFUSAL in str(refusal)
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mla", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_only_peers_of_smaller_kernel_blocks_are_refused(mla: bool, whole: bool) -> None:
+    worker = make_worker(mla=mla, whole=whole)
+    expected = not Deployment(1, 1, split=2, mla=mla, whole=whole).makes_its_blocks
+    assert refused(worker) is expected
+    for factor in (1, 2):
+        assert not refused(worker, block_size=worker.block_size * factor)
+
+
+@pytest.mark.skipif(not HALVES, reason="up to 0.25.1")
+@pytest.mark.parametrize("heads", [1, 3])
+@pytest.mark.parametrize("heads_outermost", [False, True])
+@pytest.mark.parametrize("permuted", [False, True])
+def test_it_is_right_about_what_the_release_makes_of_two_parts(
+    heads: int, heads_outermost: bool, permuted: bool
+) -> None:
+    cache = torch.zeros(4, 6, heads, 2)  # blocks, tokens, heads, elements
+    if heads_outermost:
+        cache = torch.zeros(4, heads, 6, 2).transpose(1, 2)
+    wanted = torch.arange(1.0, 1 + 12 * heads).view(6, heads, 2)
+    theirs = [
+        part.transpose(0, 1) if heads_outermost or permuted else part for part in wanted.split(3)
+    ]
+    read = torch.cat([part.flatten() for part in theirs])
+    ours = cache[2].transpose(0, 1) if heads_outermost else cache[2]
+    ours.view(-1).copy_(read)
+    name = "blksize_and_layout" if permuted else "blksize"
+    sort: Any = getattr(utils, f"kv_postprocess_{name}_on_receive")
+    sort(cache, torch.tensor([2]), 2)
+    assert parts._is_sorted(cache, permuted) is torch.equal(cache[2], wanted)
+
+
+@pytest.mark.skipif(not HALVES, reason="up to 0.25.1")
+class TestHalves:
+    def test_another_layout_is_another_order(self) -> None:
+        worker = make_worker()
+        assert not refused(worker, kv_cache_layout="HND")
+        assert refused(worker, kv_cache_layout="NHD")
+
+    def test_host_buffers_go_before_the_cache(self) -> None:
+        worker = make_worker(whole=False)
+        worker.use_host_buffer = True
+        worker.host_buffer_kv_cache_layout = "HND"
+        caches = worker.device_kv_caches
+        worker.host_xfer_buffers = {name: cache.contiguous() for name, cache in caches.items()}
+        assert refused(worker)
+        worker.host_xfer_buffers = caches
+        assert not refused(worker)
+        worker.host_buffer_kv_cache_layout = "NHD"
+        assert refused(worker, kv_cache_layout="HND")
+
+    def test_every_cache_counts(self) -> None:
+        worker = make_worker()
+        for odd in (torch.zeros(2, 8, 16, 4, 8), torch.zeros(2, 8, 16, 8)):
+            caches = {**worker.device_kv_caches, "odd": odd}
+            other = make_worker()
+            other.device_kv_caches = caches
+            assert refused(other)
+        assert not refused(worker)
+
+
+def test_scales_behind_all_values_are_sorted_by_no_release() -> None:
+    for mla in (False, True):
+        worker = make_worker(mla=mla)
+        worker.vllm_config.cache_config.cache_dtype = "nvfp4"
+        assert refused(worker) is (not mla or (since("0.29.0") and not since("0.32.0")))
+
+
+def test_a_draft_s_cache_beside_latent_ones_is_not_judged() -> None:
+    """It is never sorted; what it says is verified."""
+    worker = make_worker(mla=True)
+    for name in worker.device_kv_caches:
+        worker.device_kv_caches[name] = torch.zeros(8, 16, 40)
+    worker.device_kv_caches["draft"] = torch.zeros(8, 4, 16, 16)
+    assert not refused(worker)
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "ROCM_ATTN"])
+def test_attention_that_packs_keys_by_the_block_takes_no_parts(backend: str) -> None:
+    engines = Engines(Deployment(1, 1, split=2))
+    engines.decode.backend_name = backend
+    with pytest.raises(RuntimeError, match="lays them out differently"):
+        engines.connect()
+    connect(engines.decode, "Q")
