@@ -61,21 +61,3 @@ def test_every_connector_with_nixl(transfer: dict[str, Any]) -> None:
     assert prefills(engine, "again"), "P has ended"
     assert len(engine.tokens["again"]) == 1
     assert engine.answers["again"] is not None
-
-
-def test_one_that_is_to_be_read_from_another_p_as_well() -> None:
-    """A chain of engines: what the first has computed is in the cache of the second already."""
-    engine = caching_engine_of(PrefillEngine, mode="align")
-    assert prefills(engine, "first", params={})
-    both = {
-        "do_remote_prefill": True,
-        "do_remote_decode": True,
-        "remote_block_ids": [[1, 2, 3, 4], [1]],
-        "remote_engine_id": "other",
-        "remote_request_id": "first-at-other",
-        "remote_host": "127.0.0.1",
-        "remote_port": 5600,
-        "tp_size": 1,
-    }
-    assert prefills(engine, "again", params=both), "P has ended"
-    assert engine.tokens["again"]

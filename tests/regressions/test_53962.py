@@ -66,11 +66,10 @@ def test_who_comes_after_such_a_prompt_is_answered() -> None:
     assert set(ended) == {"joins", "behind"}
 
 
-@pytest.mark.parametrize("tokens", [78, 79, 80])
-def test_a_row_of_a_hybrid_has_as_many_tokens_as_places(tokens: int) -> None:
+def test_a_row_of_a_hybrid_has_as_many_tokens_as_places() -> None:
     engine = GuessingEngine()
     engine.scheduler.need_mamba_block_aligned_split = True  # as with mamba_cache_mode align
-    engine.receive("joins", tokens, max_tokens=1)
+    engine.receive("joins", 5 * BLOCK, max_tokens=1)  # from 0.27.0 on also with others
     engine.step()
     places = engine.decided.scheduled_spec_decode_tokens.get("joins", [])
     assert engine.decided.num_scheduled_tokens["joins"] == 1 + len(places)

@@ -12,6 +12,7 @@ pytest.importorskip(
 )
 
 from tests.support.hybrid_engine import caching_engine_of
+from tests.support.nixl_worker import attempt
 from tests.support.prefill_engine import PrefillEngine
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.last_token import (
     leave_out_last_token,
@@ -90,6 +91,16 @@ def test_one_that_loads_as_well_stays_whole_when_it_comes_back_to_the_queue() ->
     assert connector is not None
     assert connector.get_num_new_matched_tokens(request, len(PROMPT) - 1) == (0, False)
     assert request.prompt_token_ids == PROMPT
+
+
+def test_one_that_loads_as_well_is_computed_where_all_of_it_is_cached() -> None:
+    """A chain of engines: what the first has computed is in the cache of the second already."""
+    engine = hybrid()
+    engine.prefill("before", PROMPT, params={})
+    engine.run(6)
+    engine.prefill("asked", PROMPT, params=FROM_P | FOR_D)
+    assert attempt(engine.run, 6) is None
+    assert engine.tokens["asked"]
 
 
 def test_embeddings_are_shortened_with_either_role() -> None:
