@@ -2,7 +2,7 @@
 
 Attention's blocks and recurrent states are cached apart: of a prompt all blocks, and the state at
 its end. A connector may load the state, and mostly loads nothing: P computes its prompts, and so
-does D where it was asked without P, or goes on after a preemption.
+does D where it was asked without P.
 """
 
 from __future__ import annotations
@@ -10,12 +10,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.hybrid_engine import engine_of
-from tests.support.nixl_worker import connect
 from tests.support.overlapped_engine import OverlappedEngine
-from tests.support.release import since
 
 BLOCK = 16
 
@@ -33,10 +30,10 @@ TURNS = 20
 TO_D = {"do_remote_decode": True}
 
 
-def make(*, loads: bool = False, **config: Any) -> OverlappedEngine:  # noqa: ANN401 - handed on
-    """An engine that keeps the states at the ends of prompts; up to 0.22.1 none such `loads`."""
+def make(**config: Any) -> OverlappedEngine:  # noqa: ANN401 - of `OverlappedEngine`
+    """An engine that keeps the states at the ends of prompts."""
     engine = engine_of(OverlappedEngine, mode="align", prefix_caching=True, **config)
-    engine.scheduler.need_mamba_block_aligned_split = since("0.23.0") or not loads
+    engine.scheduler.need_mamba_block_aligned_split = True
     return engine
 
 
@@ -50,26 +47,6 @@ def test_a_shared_beginning_without_a_state_is_computed(params: dict[str, Any] |
     assert engine.finished["second"] == "length"
     assert engine.wrong == []
     assert engine.computed["second"] >= second.num_prompt_tokens
-
-
-def test_a_prompt_whose_state_d_does_not_load_is_computed() -> None:
-    engine = make(loads=True)
-    connect(engine.worker, "P", num_blocks=64)
-    engine.ask("earlier", EARLIER)
-    assert engine.run()
-    engine.ask("second", [*SHARED, 999], remote_blocks=[[1, 2, 3], [4, 5, 6]])
-    assert engine.run()
-    assert engine.wrong == []
-
-
-def test_who_goes_on_after_a_preemption_has_what_it_looks_at() -> None:
-    engine = make(loads=True, depth=1, scheduler=Scheduler, num_blocks=13)  # too few for two
-    connect(engine.worker, "P", num_blocks=64)
-    for start, req_id in enumerate(["older", "newer"]):
-        prompt = [start, *EARLIER, *OTHER[:3]]
-        engine.ask(req_id, prompt, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], max_tokens=BLOCK)
-    assert engine.run()
-    assert engine.wrong == []
 
 
 def test_a_state_that_outlives_its_blocks_is_not_used() -> None:

@@ -16,6 +16,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiCo
 from tests.support.hybrid_engine import caching_engine_of
 from tests.support.nixl_worker import attempt
 from tests.support.prefill_engine import PrefillEngine
+from tests.support.release import since
 
 PROMPT = range(1000, 1049)
 """Three blocks of 16 and a token."""
@@ -32,13 +33,17 @@ if issubclass(MultiConnector, SupportsHMA):  # else it serves no hybrid
     TRANSFERS["several"] = {"connector": "MultiConnector", "extra_config": {"connectors": [one]}}
 
 
+MODES = ["align"] if since("0.33.0") else ["align", "all"]
+"""Of `mamba_cache_mode`, where prefixes are cached."""
+
+
 def prefills(engine: PrefillEngine, req_id: str, params: dict[str, Any] | None = None) -> bool:
     """Let P compute the prompt, for a D unless `params` say otherwise; whether it lives on."""
     engine.prefill(req_id, PROMPT, params=params)
     return attempt(engine.run, 6) is None
 
 
-@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "one-by-one"])
 def test_a_prompt_that_comes_again(mode: str, async_scheduling: bool) -> None:
     engine = caching_engine_of(PrefillEngine, mode=mode, async_scheduling=async_scheduling)

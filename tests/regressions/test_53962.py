@@ -69,8 +69,8 @@ def test_who_comes_after_such_a_prompt_is_answered() -> None:
 
 def test_a_row_of_a_hybrid_has_as_many_tokens_as_places() -> None:
     engine = GuessingEngine()
-    # As with mamba_cache_mode align; up to 0.22.1 no such engine loads.
-    engine.scheduler.need_mamba_block_aligned_split = since("0.23.0")
+    # As with mamba_cache_mode align; before, no such engine loads in this harness.
+    engine.scheduler.need_mamba_block_aligned_split = since("0.25.0")
     engine.receive("joins", 5 * BLOCK, max_tokens=1)  # from 0.27.0 on also with others
     engine.step()
     places = engine.decided.scheduled_spec_decode_tokens.get("joins", [])

@@ -8,6 +8,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
 from tests.regressions.test_48425 import BLOCK, EARLIER, OTHER, SHARED, TURNS, make
@@ -179,3 +180,24 @@ def test_p_keeps_to_what_it_has() -> None:
     assert engine.wrong == []
     assert engine.finished["second"] == "length"
     assert engine.computed["second"] == 1
+
+
+def test_a_prompt_whose_state_d_does_not_load_is_computed() -> None:
+    engine = make()
+    connect(engine.worker, "P", num_blocks=64)
+    engine.ask("earlier", EARLIER)
+    assert engine.run()
+    engine.ask("second", [*SHARED, 999], remote_blocks=[[1, 2, 3], [4, 5, 6]])
+    assert engine.run()
+    assert engine.wrong == []
+    assert engine.computed["second"] > len(SHARED)
+
+
+def test_who_goes_on_after_a_preemption_has_what_it_looks_at() -> None:
+    engine = make(depth=1, scheduler=Scheduler, num_blocks=13)  # too few for two
+    connect(engine.worker, "P", num_blocks=64)
+    for start, req_id in enumerate(["older", "newer"]):
+        prompt = [start, *EARLIER, *OTHER[:3]]
+        engine.ask(req_id, prompt, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], max_tokens=BLOCK)
+    assert engine.run()
+    assert engine.wrong == []
