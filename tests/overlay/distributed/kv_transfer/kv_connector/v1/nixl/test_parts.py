@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from vllm.distributed.kv_transfer.kv_connector import utils
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from tests.support.kv_landing import Deployment, Engines
 from tests.support.nixl_worker import connect, make_worker, peer_metadata
@@ -121,3 +123,54 @@ def test_attention_that_packs_keys_by_the_block_takes_no_parts(backend: str) -> 
     with pytest.raises(RuntimeError, match="lays them out differently"):
         engines.connect()
     connect(engines.decode, "Q")
+
+
+def worker_of(**different: Any) -> SimpleNamespace:  # noqa: ANN401 - of any type
+    """What is asked of a worker, of whichever release."""
+    known = {
+        "use_mla": False,
+        "vllm_config": SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="auto")),
+        "transfer_topo": SimpleNamespace(),
+        "use_host_buffer": False,
+        "device_kv_caches": {"layer": torch.zeros(2, 8, 16, 4, 8)},
+        "kv_cache_layout": "HND",
+        "_layer_specs": {},
+    }
+    return SimpleNamespace(**known | different)
+
+
+PEER = SimpleNamespace(kv_cache_layout="HND")
+
+
+def latent(*dimensions: int) -> SimpleNamespace:
+    """A worker with latent caches of so many dimensions."""
+    spec = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float16)
+    caches = {f"layer-{n}": torch.zeros([2] * n) for n in dimensions}
+    return worker_of(
+        use_mla=True, device_kv_caches=caches, _layer_specs=dict.fromkeys(caches, spec)
+    )
+
+
+def test_a_release_that_finds_the_tokens_sorts_every_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", True)
+    assert parts._sorts_parts(worker_of(), PEER)
+    assert parts._sorts_parts(latent(4), PEER)
+
+
+def test_another_one_sorts_halves_and_latent_caches_without_a_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", False)
+    one_head = {"layer": torch.zeros(2, 8, 16, 1, 8)}
+    assert not parts._sorts_parts(worker_of(device_kv_caches=one_head), PEER)
+    halves = SimpleNamespace(split_k_and_v=True)
+    assert parts._sorts_parts(worker_of(device_kv_caches=one_head, transfer_topo=halves), PEER)
+    assert parts._sorts_parts(latent(3), PEER)
+    assert parts._sorts_parts(latent(3, 5), PEER)
+    assert not parts._sorts_parts(latent(4), PEER)
+    assert not parts._sorts_parts(latent(3, 4), PEER)
+
+
+def test_what_has_more_dimensions_is_not_sorted_by_chance() -> None:
+    assert not parts._is_sorted(torch.zeros(8, 2, 1, 16, 8), permuted=False)
+    assert not parts._is_sorted(torch.zeros(8, 16, 1), permuted=False)
