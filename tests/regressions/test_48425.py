@@ -32,9 +32,7 @@ TO_D = {"do_remote_decode": True}
 
 def make(**config: Any) -> OverlappedEngine:  # noqa: ANN401 - of `OverlappedEngine`
     """An engine that keeps the states at the ends of prompts."""
-    engine = engine_of(OverlappedEngine, mode="align", prefix_caching=True, **config)
-    engine.scheduler.need_mamba_block_aligned_split = True
-    return engine
+    return engine_of(OverlappedEngine, mode="align", prefix_caching=True, **config)
 
 
 @pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
@@ -26,10 +25,7 @@ def make(*, num_blocks: int = 5, priority: bool = False, **config: Any) -> Overl
     """An engine with room for two prompts, but for the null block."""
     engine = OverlappedEngine(num_blocks=num_blocks, **config)
     if priority:
-        scheduler = engine.scheduler
-        scheduler.policy = SchedulingPolicy.PRIORITY
-        scheduler.waiting = create_request_queue(scheduler.policy)
-        scheduler.skipped_waiting = create_request_queue(scheduler.policy)
+        engine.serve_by_priority()
     return engine
 
 

@@ -13,7 +13,7 @@ import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1 import SupportsHMA
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 
-from tests.support.hybrid_engine import caching_engine_of
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import attempt
 from tests.support.prefill_engine import PrefillEngine
 from tests.support.release import since
@@ -37,6 +37,11 @@ MODES = ["align"] if since("0.33.0") else ["align", "all"]
 """Of `mamba_cache_mode`, where prefixes are cached."""
 
 
+def caching(*, mode: str = "align", **config: Any) -> PrefillEngine:  # noqa: ANN401 - handed on
+    """P of a hybrid, which caches prefixes."""
+    return engine_of(PrefillEngine, mode=mode, prefix_caching=True, **config)
+
+
 def prefills(engine: PrefillEngine, req_id: str, params: dict[str, Any] | None = None) -> bool:
     """Let P compute the prompt, for a D unless `params` say otherwise; whether it lives on."""
     engine.prefill(req_id, PROMPT, params=params)
@@ -46,14 +51,14 @@ def prefills(engine: PrefillEngine, req_id: str, params: dict[str, Any] | None =
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("async_scheduling", [True, False], ids=["overlapped", "one-by-one"])
 def test_a_prompt_that_comes_again(mode: str, async_scheduling: bool) -> None:
-    engine = caching_engine_of(PrefillEngine, mode=mode, async_scheduling=async_scheduling)
+    engine = caching(mode=mode, async_scheduling=async_scheduling)
     assert prefills(engine, "first")
     assert prefills(engine, "again"), "P has ended"
     assert engine.handed_out == {"first": LEFT_TO_P, "again": LEFT_TO_P}
 
 
 def test_a_prompt_that_was_answered_here_before() -> None:
-    engine = caching_engine_of(PrefillEngine, mode="align")
+    engine = caching()
     assert prefills(engine, "here", params={})
     assert prefills(engine, "for-d"), "P has ended"
     assert engine.handed_out["for-d"] == LEFT_TO_P
@@ -61,7 +66,7 @@ def test_a_prompt_that_was_answered_here_before() -> None:
 
 @pytest.mark.parametrize("transfer", TRANSFERS.values(), ids=list(TRANSFERS))
 def test_every_connector_with_nixl(transfer: dict[str, Any]) -> None:
-    engine = caching_engine_of(PrefillEngine, mode="align", transfer=transfer)
+    engine = caching(**transfer)
     assert prefills(engine, "first")
     assert prefills(engine, "again"), "P has ended"
     assert len(engine.tokens["again"]) == 1

@@ -7,7 +7,6 @@ To run, a request needs slots for what its draft model guesses; while it is rece
 from __future__ import annotations
 
 import pytest
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import attempt, connect, nixl_of
@@ -28,9 +27,7 @@ def asked(count: int, *, priority: bool = False) -> DecodeEngine:
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = 3
     scheduler.use_eagle = True
     if priority:
-        scheduler.policy = SchedulingPolicy.PRIORITY
-        scheduler.waiting = create_request_queue(scheduler.policy)
-        scheduler.skipped_waiting = create_request_queue(scheduler.policy)
+        engine.serve_by_priority()
     connect(engine.worker, "P")
     for number in range(count):
         start = 1000 * number

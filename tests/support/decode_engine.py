@@ -23,6 +23,7 @@ from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -69,6 +70,7 @@ class DecodeEngine:
         num_blocks: int = 64,
         log_stats: bool = False,
         prefix_caching: bool | None = None,
+        **transfer: Any,  # noqa: ANN401 - of `make_vllm_config`
     ) -> None:
         self.groups = tuple(groups)
         self.worker = make_worker(
@@ -78,6 +80,7 @@ class DecodeEngine:
             num_blocks=num_blocks,
             # vLLM does not cache prefixes of recurrent states by default.
             prefix_caching="mamba" not in groups if prefix_caching is None else prefix_caching,
+            **transfer,
         )
         config = self.worker.vllm_config
         config.cache_config.num_gpu_blocks = num_blocks
@@ -90,6 +93,13 @@ class DecodeEngine:
             block_size=block_size,
             log_stats=log_stats,
         )
+
+    def serve_by_priority(self) -> None:
+        """Go by the requests' priorities, instead of first come, first served."""
+        scheduler = self.scheduler
+        scheduler.policy = SchedulingPolicy.PRIORITY
+        scheduler.waiting = create_request_queue(scheduler.policy)
+        scheduler.skipped_waiting = create_request_queue(scheduler.policy)
 
     def ask(
         self,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -35,48 +34,34 @@ def engine_of(
         mode: "none", one slot for the whole sequence; "align", a slot for each block of tokens, of
             which the last is kept; "all", which keeps each.
         guesses: tokens that it guesses in a step.
-        config: further arguments of `kind`.
+        config: further arguments of `kind`; with `prefix_caching`, prefixes of states too.
     """
-    plain = nixl_worker._spec
+    plain_spec = nixl_worker._spec
     tokens = WHOLE if mode == "none" else 16
 
     def spec(*args: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
-        made = plain(*args)
+        made = plain_spec(*args)
         if not isinstance(made, MambaSpec):
             return made
         return dataclasses.replace(
             made, block_size=tokens, num_speculative_blocks=guesses, mamba_cache_mode=mode
         )
 
+    plain_worker = nixl_worker.make_worker
+
+    def worker(**words: Any) -> Any:  # noqa: ANN401 - see above
+        made = plain_worker(**words)
+        if words["prefix_caching"]:
+            made.vllm_config.cache_config.mamba_cache_mode = mode
+        return made
+
     def largest(scheduler: type[Scheduler], **words: Any) -> Scheduler:  # noqa: ANN401 - see above
         return scheduler(**words | {"block_size": tokens})  # as the engine core chooses it
 
     with (
         mock.patch.object(nixl_worker, "_spec", spec),
+        mock.patch.object(decode_engine, "make_worker", worker),
         mock.patch.object(decode_engine, "Scheduler", partial(largest, Scheduler)),
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
     ):
         return kind(groups=("full", "mamba"), **config)
-
-
-def caching_engine_of(
-    kind: type[_Engine],
-    *,
-    mode: str,
-    transfer: Mapping[str, Any] | None = None,
-    **config: Any,  # noqa: ANN401 - of `kind`
-) -> _Engine:
-    """An engine of a hybrid model that caches prefixes, of states in `mode` "align" or "all".
-
-    `transfer` is for `make_vllm_config`, of another connector than the one that pulls; the worker
-    stays that one's.
-    """
-    plain = nixl_worker.make_worker
-
-    def caching(**words: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
-        worker = plain(**words | {"prefix_caching": True} | dict(transfer or {}))
-        worker.vllm_config.cache_config.mamba_cache_mode = mode
-        return worker
-
-    with mock.patch.object(decode_engine, "make_worker", caching):
-        return engine_of(kind, mode=mode, **config)

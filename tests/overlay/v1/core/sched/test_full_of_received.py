@@ -6,7 +6,6 @@ from collections import Counter
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
@@ -158,9 +157,7 @@ def test_a_step_that_runs_is_waited_for() -> None:
         pytest.skip("up to 0.25.1")
     scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = 3
     scheduler.use_eagle = True
-    scheduler.policy = SchedulingPolicy.PRIORITY
-    scheduler.waiting = create_request_queue(scheduler.policy)
-    scheduler.skipped_waiting = create_request_queue(scheduler.policy)
+    engine.serve_by_priority()
     connect(engine.worker, "P", num_blocks=64)
     engine.ask("runs", range(40), max_tokens=20, stops_after=3)
     engine.advance()

@@ -12,7 +12,7 @@ import inspect
 import itertools
 
 import pytest
-from vllm.v1.core.sched.request_queue import SchedulingPolicy, create_request_queue
+from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request, RequestStatus
 
@@ -48,10 +48,9 @@ class Full:
     def __init__(self, policy: SchedulingPolicy, blocks: int) -> None:
         # One more is the null block.
         self.engine = DecodeEngine(groups=("full", "sliding"), num_blocks=blocks + 1)
-        self.scheduler = scheduler = self.engine.scheduler
-        scheduler.policy = policy
-        scheduler.waiting = create_request_queue(policy)
-        scheduler.skipped_waiting = create_request_queue(policy)
+        if policy is SchedulingPolicy.PRIORITY:
+            self.engine.serve_by_priority()
+        self.scheduler = self.engine.scheduler
         self.nixl = nixl_of(self.engine.worker)
         self.computed: dict[str, int] = {}
         self.finished: dict[str, str] = {}

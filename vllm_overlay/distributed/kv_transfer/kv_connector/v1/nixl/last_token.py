@@ -39,11 +39,11 @@ def leave_out_last_token(part: _Part, request: Request) -> None:
         # It loads all but the last token and computes that one. Stock shortens it only where these
         # are in the cache, which leaves no token; as one that loads it stays whole.
         params["_p_side_truncated"] = True
-        return
-    # In an engine without a process of its own the list is also that of the next choice (n > 1),
-    # which is added after this one.
-    request.prompt_token_ids = copy(request.prompt_token_ids)
-    part._truncate_mamba_request_for_prefill(request)
+    else:
+        # In an engine without a process of its own the list is also that of the next choice
+        # (n > 1), which is added after this one.
+        request.prompt_token_ids = copy(request.prompt_token_ids)
+        part._truncate_mamba_request_for_prefill(request)
 
 
 def leave_out_last_token_for(connector: KVConnectorBase_V1 | None, request: Request) -> None:

@@ -11,7 +11,7 @@ pytest.importorskip(
     reason="0.19.0 to 0.28.0",
 )
 
-from tests.support.hybrid_engine import caching_engine_of
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import attempt
 from tests.support.prefill_engine import PrefillEngine
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.last_token import (
@@ -37,7 +37,7 @@ class Part:
 
 
 def hybrid() -> PrefillEngine:
-    return caching_engine_of(PrefillEngine, mode="align")
+    return engine_of(PrefillEngine, mode="align", prefix_caching=True)
 
 
 def test_it_is_left_out_when_the_request_is_added_and_once() -> None:
