@@ -70,3 +70,19 @@ def test_tokens_are_those_of_a_plain_server(
     note(bytes_moved=moved)
     assert moved > 0
     assert p.blocks_held() == 0
+
+
+@pytest.mark.shows("53523")
+def test_a_prompt_that_comes_again(hybrid: Hybrid) -> None:
+    """P caches prefixes of states; the prompt is whole blocks and the token that is D's."""
+    caching = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
+    transfers = leases_of(_LEASE_S)
+    transfer = {"transfer": transfers["transfer"]}
+    plain, p, d = hybrid("plain"), hybrid("P", *caching, **transfer), hybrid("D", core=1, **transfer)
+    for server in (plain, p, d):
+        server.wait_ready()
+    size = int(p.samples("cache_config_info")[0][0]["block_size"])
+    prompt = (PROMPTS[0] * 9)[: 2 * size + 1]
+    known = tokens_of(plain.post("/v1/completions", body(prompt, TOKENS)).json())[0]
+    assert wrong(p, d, {prompt: known}, iter([prompt])) == {}
+    assert wrong(p, d, {prompt: known}, iter([prompt])) == {}
