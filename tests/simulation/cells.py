@@ -1,6 +1,7 @@
 """A rank's KV caches as a model's kernels see them: a cell for each token, head, K and V.
 
-A recurrent state has cells too, which hold what is made of the last token that it has seen.
+A recurrent state has cells too, which hold what is made of the last token that it has seen; they
+are in the block of that token.
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ class Cells:
             they look at all.
     """
 
-    def __init__(self, worker: NixlConnectorWorker, rank: int, block_size: int) -> None:
-        self._block = block_size
+    def __init__(self, worker: NixlConnectorWorker, rank: int) -> None:
         self._layers: list[list[tuple[Numbers, Numbers]]] = []
         self.windows: list[float] = []
         self._states: set[int] = set()
+        self._blocks: list[int] = []
         groups = worker.kv_cache_config.kv_cache_groups
         has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
         for group in groups:
             spec = group.kv_cache_spec
+            self._blocks.append(spec.block_size)
             caches = [worker.device_kv_caches[name] for name in group.layer_names]
             if isinstance(spec, MambaSpec):
                 states = [state for cache in caches for state in states_in(cache, spec)]
@@ -81,10 +83,11 @@ class Cells:
         return (start + len(kv) - 1, kv[-1:]) if group in self._states else (start, kv)
 
     def _places(self, group: int, table: list[int], start: int, count: int) -> tuple[Any, Any]:
-        if group in self._states:  # one for the whole sequence
-            return np.asarray(table[:1]), np.zeros(1, dtype=int)
-        positions = np.arange(start, start + count)
-        return np.asarray(table)[positions // self._block], positions % self._block
+        positions, tokens = np.arange(start, start + count), self._blocks[group]
+        slots = positions % tokens
+        if group in self._states:  # one for the whole block
+            slots = np.zeros_like(slots)
+        return np.asarray(table)[positions // tokens], slots
 
 
 def _layer(

@@ -19,11 +19,13 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -35,7 +37,7 @@ from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
 from vllm.v1.kv_cache_interface import MambaSpec
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 from vllm.v1.worker import kv_connector_model_runner_mixin as runner
@@ -59,6 +61,9 @@ except ModuleNotFoundError:
 HOST = "10.0.0."
 """Where engines listen; nothing is sent there."""
 
+_OTHER = np.uint64(2**64 - 1)
+"""What makes of the KV of a token that of another, whatever it is."""
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -71,10 +76,12 @@ class Shape:
         budget: tokens in a step at most.
         asynchronous: a step is scheduled while another is in flight.
         lookahead: slots that a speculative decoder wants beyond a request's tokens.
+        guesses: whether it fills them, with guesses of which the first are right, or none.
         edge: also the oldest token of a sliding window is looked at. Where the whole prompt was
             received, releases have given its block up by then: docs/simulation.md.
         keeps: seconds for which D keeps the blocks of what it has answered, for P to read in a
             second turn; None for transfers in one direction. From 0.21.0 on, which have both.
+        aligned: states are kept for each block, and prefixes with them (`mamba_cache_mode` "align").
     """
 
     ranks: int = 1
@@ -88,13 +95,20 @@ class Shape:
     asynchronous: bool = False
     policy: Any = "recompute"
     lookahead: int = 0
+    guesses: bool = False
     edge: bool = False
     keeps: int | None = None
+    aligned: bool = False
 
     @property
     def states(self) -> bool:
-        """Whether the model has recurrent states; each sequence has one block for them."""
+        """Whether the model has recurrent states."""
         return "mamba" in self.groups
+
+    @property
+    def state_tokens(self) -> int:
+        """Tokens in a block of states; of all, where a sequence has one block for them."""
+        return self.block_size if self.aligned else WHOLE
 
     @property
     def extra_config(self) -> dict[str, Any]:
@@ -122,13 +136,28 @@ class _IdleError(BaseException):
 
 @dataclass
 class Work:
-    """What a step computes of one request: tokens from `start` to before `end`."""
+    """What a step computes of one request: tokens from `start` to before `end`, and guesses.
+
+    Attributes:
+        guesses: of the tokens from `end` on; -1 where the scheduler does not know them.
+        before: the same request's part of a step that was in flight then. The scheduler counts as
+            if all that it guesses were right.
+        rejected: how many of `guesses` were not, once it has been computed.
+    """
 
     req_id: str
     tables: tuple[list[int], ...]
     start: int
     end: int
     samples: bool
+    guesses: list[int]
+    before: Work | None
+    rejected: int = 0
+
+    @property
+    def late(self) -> int:
+        """How many positions before `start` it begins, once `before` has been computed."""
+        return self.before.rejected if self.before else 0
 
 
 @dataclass
@@ -196,6 +225,7 @@ class Engine:
         self.reported: Counter[str] = Counter()
         self.stepped = False
         self._awaits = False
+        self._guessed: dict[str, list[int]] = {}
         self.listener: Listener
         clock = around.clock
         places = [Place(name, rank) for rank in range(shape.ranks)]
@@ -223,7 +253,7 @@ class Engine:
             agents.append(around.wire.agent(place))
             return agents[-1]
 
-        with around.clock.at(place), mock.patch.object(nixl_worker, "_spec", _spec):
+        with around.clock.at(place), _blocks_of_states(shape):
             worker = make_worker(
                 engine_id=self.engine_id,
                 tp_size=shape.ranks,
@@ -233,7 +263,7 @@ class Engine:
                 block_size=shape.block_size,
                 num_blocks=shape.blocks,
                 policy=shape.policy,
-                prefix_caching=not shape.states,  # as by default
+                prefix_caching=not shape.states or shape.aligned,  # as by default
                 extra_config=shape.extra_config,
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
@@ -242,13 +272,15 @@ class Engine:
                 connector = connector_module.NixlConnector(
                     worker.vllm_config, KVConnectorRole.WORKER, worker.kv_cache_config
                 )
-        cells = Cells(worker, place.rank, shape.block_size)
+        cells = Cells(worker, place.rank)
         return Rank(place, connector, worker, agents[0], cells)
 
     def _scheduler(self) -> Scheduler:
         shape, first = self.shape, self.ranks[0].worker
         config = first.vllm_config
         config.cache_config.num_gpu_blocks = shape.blocks
+        if shape.aligned:
+            config.cache_config.mamba_cache_mode = "align"
         config.scheduler_config.max_num_batched_tokens = shape.budget
         # A CPU platform turns it off for latent caches; what is simulated is none.
         config.scheduler_config.enable_chunked_prefill = True
@@ -262,13 +294,17 @@ class Engine:
                 vllm_config=config,
                 kv_cache_config=first.kv_cache_config,
                 structured_output_manager=StructuredOutputManager(config),
-                block_size=WHOLE if shape.states else shape.block_size,  # the largest of a group
+                # The largest of a group.
+                block_size=shape.state_tokens if shape.states else shape.block_size,
             )
         if shape.lookahead:
             # As for EAGLE. With a draft model D would reserve such slots while it loads, too, from
             # 0.23.0 on (#46694), and `speculative_config` would say so.
             scheduler.num_lookahead_tokens = shape.lookahead
             scheduler.use_eagle = True
+            if shape.guesses:
+                scheduler.num_spec_tokens = shape.lookahead
+                scheduler._spec_token_placeholders = [-1] * shape.lookahead
             if hasattr(scheduler, "_spec_decode_step_blocks"):  # from 0.31.0 on: kept from loads
                 scheduler.num_spec_tokens = shape.lookahead
                 scheduler._spec_decode_step_blocks = sum(
@@ -408,16 +444,19 @@ class Engine:
         work = []
         for req_id, count in decided.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
-            padded = len(decided.scheduled_spec_decode_tokens.get(req_id, ()))  # all are rejected
-            end = request.num_computed_tokens - padded
+            guesses = list(decided.scheduled_spec_decode_tokens.get(req_id, ()))
+            start = request.num_computed_tokens - count
+            end = start + count - len(guesses)
             tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
             work.append(
                 Work(
                     req_id,
                     tuple(list(table) for table in tables),
-                    end + padded - count,
+                    start,
                     end,
                     end >= request.num_tokens,
+                    guesses,
+                    self._in_flight(req_id, start),
                 )
             )
         said = " ".join(f"{w.req_id}[{w.start}:{w.end}]" for w in work)
@@ -425,6 +464,16 @@ class Engine:
             self.around.note(self.name, f"schedules {said}")
         reports = [self._execute(rank, decided) for rank in self.ranks]
         self.steps.appendleft(Step(decided, work, reports))
+
+    def _in_flight(self, req_id: str, end: int) -> Work | None:
+        """The part of a step whose output is not there, of a request of which it computes to `end`.
+
+        One that was preempted since begins anew, and what is in flight says nothing about it.
+        """
+        for work in self.steps[0].work if self.steps else ():
+            if (work.req_id, work.end - work.late + len(work.guesses)) == (req_id, end):
+                return work
+        return None
 
     def _execute(self, rank: Rank, decided: Any) -> KVConnectorOutput:  # noqa: ANN401
         """A rank's part of a step but for the model."""
@@ -458,28 +507,48 @@ class Engine:
             return
         step.tokens = {}
         for work in step.work:
-            sound = self._attend(work)
+            start, end = work.start - work.late, work.end - work.late
+            sound = self._attend(work, start)
             text = self.around.text_of(work.req_id)
-            kv = text.kv(work.start, work.end)
+            right = self._right(work, text, end) if sound else 0
+            work.rejected = len(work.guesses) - right
+            kv = text.kv(start, end + len(work.guesses))
+            kv[len(kv) - work.rejected if sound else 0 :] ^= _OTHER
             for rank in self.ranks:
                 for group, table in enumerate(work.tables):
-                    rank.cells.write(group, table, work.start, kv if sound else ~kv)
+                    rank.cells.write(group, table, start, kv)
             if work.samples:
-                token = text.token(work.end) if sound else WRONG
-                step.tokens[work.req_id] = [token]
+                last = end + right
+                tokens = [text.token(position) for position in range(end, last + 1)]
+                step.tokens[work.req_id] = tokens if sound else [WRONG]
+                if self.shape.guesses:
+                    self._guessed[work.req_id] = self._guess(text, last + 1)
         if step.work:
             self.around.note(self.name, "the model has run")
 
-    def _attend(self, work: Work) -> bool:
+    def _right(self, work: Work, text: Text, start: int) -> int:
+        """How many of the guesses from `start` on are right before the first that is not."""
+        known = self._guessed.pop(work.req_id, [])
+        guesses = [known[i] if g == -1 and i < len(known) else g for i, g in enumerate(work.guesses)]
+        wrong = (i for i, guess in enumerate(guesses) if guess != text.token(start + i))
+        return next(wrong, len(guesses))
+
+    def _guess(self, text: Text, start: int) -> list[int]:
+        """Guess the tokens from a position on; how many are right hangs on the text before."""
+        right = int(text.kv(start - 1, start)[0]) % (self.shape.lookahead + 1)
+        tokens = [text.token(start + i) for i in range(self.shape.lookahead)]
+        return [token if i < right else 0 for i, token in enumerate(tokens)]
+
+    def _attend(self, work: Work, start: int) -> bool:
         """Whether the KV before the step's tokens is right, at all ranks."""
         text = self.around.text_of(work.req_id)
         for rank in self.ranks:
             for group, table in enumerate(work.tables):
                 window = rank.cells.windows[group] - (not self.shape.edge)
-                first = int(max(0, work.start + 1 - window))
-                if first >= work.start:
+                first = int(max(0, start + 1 - window))
+                if first >= start:
                     continue
-                kv = text.kv(first, work.start)
+                kv = text.kv(first, start)
                 wrong = rank.cells.wrong(group, table, first, kv)
                 if wrong is not None:
                     position, block, found = wrong
@@ -509,6 +578,10 @@ class Engine:
         report = output.kv_connector_output
         self._note_report(report)
         said = self._enter("update", self.scheduler.update_from_output, step.decided, output)
+        if self.shape.guesses and not self.shape.asynchronous:
+            sampled = [req_id for req_id in step.tokens or () if req_id in self._guessed]
+            guessed = DraftTokenIds(sampled, [self._guessed[req_id] for req_id in sampled])
+            self._enter("guesses", self.scheduler.update_draft_token_ids, guessed)
         for each in (one for client in said.values() for one in client.outputs):
             finish = None if each.finish_reason is None else str(each.finish_reason)
             self._told.append(
@@ -589,13 +662,18 @@ class _Client(AsyncLLM):  # type: ignore[misc, unused-ignore]
         pass
 
 
-def _spec(*args: Any) -> Any:  # noqa: ANN401 - of a KV-cache group
-    """As the function that it stands before, with one block for the whole of a state."""
-    made = _SPEC(*args)
-    return dataclasses.replace(made, block_size=WHOLE) if isinstance(made, MambaSpec) else made
+def _blocks_of_states(shape: Shape) -> AbstractContextManager[object]:
+    """Have the harness make blocks of states for as many tokens as the shape says."""
+    plain = nixl_worker._spec
+    mode = "align" if shape.aligned else "none"
 
+    def spec(*args: Any) -> Any:  # noqa: ANN401 - of a KV-cache group
+        made = plain(*args)
+        if not isinstance(made, MambaSpec):
+            return made
+        return dataclasses.replace(made, block_size=shape.state_tokens, mamba_cache_mode=mode)
 
-_SPEC = nixl_worker._spec
+    return mock.patch.object(nixl_worker, "_spec", spec)
 
 
 def _module_of(thing: object) -> object:

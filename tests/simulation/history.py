@@ -12,6 +12,7 @@ from tests.simulation.checks import FoundError, settle
 from tests.simulation.engine import Shape
 from tests.simulation.world import Event, Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
+from tests.support.release import since
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Profile:
         times: seconds that may pass at once.
         ranks: pairs of tensor-parallel sizes of P and D.
         engines: pairs of how many P and how many D there may be.
+        guesses: see `Shape`.
         groups, mla, asynchronous, policies, lookahead, nodes, edge: see `Shape`, each one of these.
         blocks: the smallest and the largest cache; `p_blocks` those of P, if they differ.
         lengths: tokens of the shortest and the longest prompt.
@@ -32,6 +34,8 @@ class Profile:
         refusals: calls that NIXL may refuse.
         lasting: engines that do not restart.
         keeps: see `Shape`.
+        aligned: see `Shape`, one of these for each engine. Before 0.23.0 a D that loads must not
+            be: the scheduler asserts that nobody does that.
     """
 
     events: int = 70
@@ -45,6 +49,7 @@ class Profile:
     asynchronous: tuple[bool, ...] = (False,)
     policies: tuple[str, ...] = ("recompute",)
     lookahead: tuple[int, ...] = (0,)
+    guesses: bool = False
     nodes: tuple[int, ...] = (1,)
     edge: tuple[bool, ...] = (False,)
     blocks: tuple[int, int] = (14, 24)
@@ -54,6 +59,7 @@ class Profile:
     refusals: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()
     keeps: int | None = None
+    aligned: tuple[bool, ...] = ()
 
 
 QUIET: Mapping[str, float] = {
@@ -130,6 +136,17 @@ PROFILES: Mapping[str, Profile] = {
         jobs=10,
         events=120,
     ),
+    "prefixes": profile_of(
+        {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10},
+        groups=(("full", "mamba"),),
+        aligned=(True, True, False),
+        asynchronous=(False, True),
+        blocks=(16, 40),
+        p_blocks=(16, 80),
+        lengths=(2, 30),
+        jobs=12,
+        events=140,
+    ),
     "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
         asynchronous=(False, True),
@@ -138,6 +155,17 @@ PROFILES: Mapping[str, Profile] = {
         events=120,
     ),
     "lookahead": profile_of(lookahead=(2, 3)),
+    "guesses": profile_of(
+        {"ask": 5, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
+        lookahead=(1, 2, 3),
+        guesses=True,
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        blocks=(26, 40),
+        p_blocks=(30, 80),
+        jobs=12,
+        events=140,
+    ),
     "restarts": profile_of(
         {"cut": 0.4, "mend": 1, "restart": 0.4, "abort": 0.5},
         engines=((1, 1), (2, 1), (1, 2)),
@@ -195,7 +223,8 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
     mla = chance.choice(profile.mla) and len(groups) == 1
     lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
 
-    def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
+    def shape(ranks: int, blocks: tuple[int, int], *, loads: bool = False) -> Shape:
+        aligned = bool(profile.aligned) and chance.choice(profile.aligned)
         return Shape(
             ranks=ranks,
             nodes=min(ranks, chance.choice(profile.nodes)),
@@ -207,13 +236,15 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
             asynchronous=chance.choice(profile.asynchronous),
             policy=chance.choice(profile.policies),
             lookahead=lookahead,
+            guesses=profile.guesses,
             edge=edge,
             keeps=profile.keeps,
+            aligned=aligned and (since("0.23.0") or not loads),
         )
 
     return Setting(
         tuple(shape(p_ranks, profile.p_blocks or profile.blocks) for _ in range(p_count)),
-        tuple(shape(d_ranks, profile.blocks) for _ in range(d_count)),
+        tuple(shape(d_ranks, profile.blocks, loads=True) for _ in range(d_count)),
     )
 
 
