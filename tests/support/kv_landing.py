@@ -11,8 +11,9 @@ request sits in its logical block `t // block_size`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -31,8 +32,12 @@ from tests.support.nixl_worker import (
     receive,
     states_in,
     step,
+    target_ranks,
 )
 from tests.support.release import since
+from tests.support.stand_in_model import HEADS
+
+Layout = Literal["HND", "NHD"]
 
 MAX_TOKENS = 256
 """Longer prompts have no value of their own for each token (see `_value`)."""
@@ -51,6 +56,9 @@ class Deployment:
         mla: whether the model has a latent KV cache.
         whole: keys and values of a block lie together, see `make_worker`.
         stated: whether P says its ratio; no is what stock 0.20.x does.
+        layouts: of P's cache and of D's: heads or tokens outermost within a block. D may receive
+            another one than its own.
+        ranks: of P and of D. Attention has to be latent if P has several, or D another number.
     """
 
     prefill_ratio: int
@@ -62,6 +70,8 @@ class Deployment:
     mla: bool = False
     whole: bool = False
     stated: bool = True
+    layouts: tuple[Layout, Layout] = ("HND", "HND")
+    ranks: tuple[int, int] = (1, 1)
 
     @property
     def decode_block(self) -> int:
@@ -70,14 +80,19 @@ class Deployment:
 
     @property
     def makes_its_blocks(self) -> bool:
-        """Whether the release makes D's kernel blocks rightly of those that it reads of P."""
+        """Whether the release makes D's kernel blocks rightly of those that it reads of P.
+
+        Heads and tokens that are as many may be taken for each other.
+        """
+        if self.split == 1 and self.layouts[0] != self.layouts[1] and not since("0.32.0"):
+            return self.kernel == HEADS if since("0.26.0") else not self.whole
         if self.split == 1 or since("0.32.0"):
             return True
         return not since("0.29.0") if self.mla else not (since("0.26.0") or self.whole)
 
 
 class Engines:
-    """A prefill and a decode worker of a deployment, not yet connected."""
+    """The workers of P's ranks, the first of which is `prefill`, and one of D's, not connected."""
 
     def __init__(
         self,
@@ -85,39 +100,51 @@ class Engines:
         *,
         max_tokens: int = 64,
         state_tokens: int | None = None,
+        decode_rank: int = 0,
         nixl: Mapping[str, Any] = SCRIPTED,
     ) -> None:
         d = deployment
+        if d.ranks != (1, 1) and not d.mla:
+            raise HarnessError("several ranks that share heads out", "a latent cache")
         kernels = d.kernel, d.kernel * d.split
         blocks = kernels[0] * d.prefill_ratio, kernels[1] * d.decode_ratio
         self.deployment = d
-        self.prefill, self.decode = (
-            make_worker(
-                engine_id=name,
+
+        def make(side: int, rank: int) -> NixlConnectorWorker:
+            return make_worker(
+                engine_id="PD"[side],
+                tp_size=d.ranks[side],
+                tp_rank=rank,
                 groups=d.groups,
                 mla=d.mla,
-                block_size=block,
-                kernel_block_size=kernel,
+                block_size=blocks[side],
+                kernel_block_size=kernels[side],
                 # Block 0 is vLLM's null block.
-                num_blocks=1 + len(d.groups) * (-(-max_tokens // block) + 1),
+                num_blocks=1 + len(d.groups) * (-(-max_tokens // blocks[side]) + 1),
                 state_tokens=state_tokens or min(blocks),
                 prefix_caching=d.prefix_caching,
                 whole=d.whole,
+                layout=d.layouts[side],
+                permute=d.layouts[0] != d.layouts[1],
                 nixl=nixl,
             )
-            for name, block, kernel in zip("PD", blocks, kernels, strict=True)
-        )
+
+        self.ranks = [make(0, rank) for rank in range(d.ranks[0])]
+        self.prefill, self.decode = self.ranks[0], make(1, decode_rank)
 
     def connect(self) -> None:
-        """Let D hear P's handshake payload. What D raises is its refusal."""
-        payload = self.prefill.xfer_handshake_metadata
-        if payload is None:
-            raise HarnessError("P says nothing about itself", "a worker with registered caches")
-        said = msgspec.msgpack.decode(payload.agent_metadata_bytes)
-        if not self.deployment.stated:
-            said.pop("physical_blocks_per_logical_kv_block", None)
-        agent = self.decode.add_remote_agent(msgspec.convert(said, NixlAgentMetadata), 0, 1)
-        self.decode._remote_agents["P"] = {rank_key(0): agent}
+        """Let D hear the handshake payload of P's ranks. What D raises is its refusal."""
+        agents = {}
+        for rank in target_ranks(self.decode, len(self.ranks)):
+            payload = self.ranks[rank].xfer_handshake_metadata
+            if payload is None:
+                raise HarnessError("P says nothing about itself", "a worker with registered caches")
+            said = msgspec.msgpack.decode(payload.agent_metadata_bytes)
+            if not self.deployment.stated:
+                said.pop("physical_blocks_per_logical_kv_block", None)
+            metadata = msgspec.convert(said, NixlAgentMetadata)
+            agents[rank_key(rank)] = self.decode.add_remote_agent(metadata, rank, len(self.ranks))
+        self.decode._remote_agents["P"] = agents
 
     def faults_of_a_prompt(self, tokens: int, hit: int = 0, seed: int = 0) -> list[str]:
         """Send one prompt from P to D; say what is not where it should be, or not what it was.
@@ -130,10 +157,13 @@ class Engines:
         Raises:
             EngineDiedError: D's worker raised when all had arrived.
         """
-        p, d = (_Side(worker, self.deployment.whole) for worker in (self.prefill, self.decode))
+        p, *others, d = (
+            _Side(worker, self.deployment.whole) for worker in (*self.ranks, self.decode)
+        )
         theirs, ours = p.allocate(tokens, seed), d.allocate(tokens, seed + 1)
         for group in range(len(self.deployment.groups)):
-            p.fill(group, theirs[group], tokens)
+            for side in (p, *others):
+                side.fill(group, theirs[group], tokens)
         self.transfer(
             [d.asked_for(g, ids, hit) for g, ids in enumerate(ours)],
             [p.asked_for(g, ids, 0) for g, ids in enumerate(theirs)],
@@ -142,13 +172,14 @@ class Engines:
         found = [
             fault
             for group in range(len(self.deployment.groups))
-            for fault in d.faults(group, ours[group], range(first, tokens), theirs[group], p)
+            for fault in d.faults(group, ours[group], range(first, tokens))
         ]
         return found + d.strays(ours, hit)
 
     def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> None:
         """Make D receive `theirs` into `ours`, logical blocks of each group, and step it then."""
-        receive(self.decode, local_blocks=ours, remote_blocks=theirs)
+        ranks = len(self.ranks)
+        receive(self.decode, local_blocks=ours, remote_blocks=theirs, tp_size=ranks)
         nixl = nixl_of(self.decode)
         for read in nixl.in_flight():
             nixl.move(read)
@@ -158,6 +189,13 @@ class Engines:
 
 def _value(token: int, layer: int) -> float:
     return float(1 + token + layer * MAX_TOKENS)
+
+
+def _written(cell: torch.Tensor, token: int, layer: int) -> torch.Tensor:
+    """What prefill leaves in a cell of a token: its value, and last in each head the head."""
+    written = torch.full_like(cell, _value(token, layer))
+    written[..., -1] = torch.arange(cell.shape[-2])
+    return written
 
 
 class _Side:
@@ -197,39 +235,55 @@ class _Side:
             cache = self.worker.device_kv_caches[name]
             if isinstance(self.groups[group].kv_cache_spec, MambaSpec):
                 for part, state in enumerate(states_in(cache, self.groups[group].kv_cache_spec)):
-                    state[ids[0]] = torch.arange(state[0].numel()).view(state[0].shape) % 91 + part
+                    state[ids[0]] = self._state(state[0].shape, part)
                 continue
             for block in ids:
                 for kernel in range(block * self.ratio, (block + 1) * self.ratio):
                     self._kernel_block(cache, kernel)[:] = -1
             for token in range(tokens):
-                self._cell(cache, ids, token)[:] = _value(token, layer)
+                cell = self._cell(cache, ids, token)
+                cell[:] = _written(cell, token, layer)
 
-    def faults(
-        self,
-        group: int,
-        ids: list[int],
-        wanted: Sequence[int],
-        remote_ids: list[int],
-        remote: _Side,
-    ) -> list[str]:
-        """Tokens of `wanted` that are not in their place, or a state that is not the peer's."""
+    def faults(self, group: int, ids: list[int], wanted: Sequence[int]) -> list[str]:
+        """Tokens of `wanted` that are not in their place, or a state that is not this rank's."""
         spec = self.groups[group].kv_cache_spec
         found = []
         for layer, name in enumerate(self.groups[group].layer_names):
             cache = self.worker.device_kv_caches[name]
             if isinstance(spec, MambaSpec):
-                theirs = states_in(remote.worker.device_kv_caches[name], spec)
-                for ours, sent in zip(states_in(cache, spec), theirs, strict=True):
-                    if not torch.equal(ours[ids[0]], sent[remote_ids[0]]):
-                        found.append(f"{name}: the state of {len(ids)} blocks is not the peer's")
+                for part, state in enumerate(states_in(cache, spec)):
+                    held, due = state[ids[0]], self._state(state[0].shape, part)
+                    if not torch.equal(held, due.to(held.dtype)):
+                        wrong = int((held != due).sum())
+                        found.append(f"{name}: {wrong} of {held.numel()} of state {part} are wrong")
                 continue
             window = getattr(spec, "sliding_window", None)
             for token in wanted[-window:] if window else wanted:
                 cell = self._cell(cache, ids, token)
-                if not bool((cell == _value(token, layer)).all()):
-                    found.append(f"{name}: token {token} holds {cell.flatten()[0].item()}")
+                if not torch.equal(cell, _written(cell, token, layer)):
+                    held = cell[0, :, 0].tolist(), cell[0, :, -1].tolist()
+                    found.append(f"{name}: token {token} holds {held[0]} of heads {held[1]}")
         return found
+
+    def _state(self, shape: Sequence[int], part: int) -> torch.Tensor:
+        """A part of the state as it is on this rank: of each of its projections a share of rows.
+
+        The convolution is one of three projections, the first of Mamba-2 twice as long as the
+        others.
+        """
+        rows = shape[0]
+        if part:
+            shares = [rows]
+        elif self.worker.model_config.use_mla:
+            shares = [rows // 3] * 3
+        else:
+            shares = [rows // 2, rows // 4, rows // 4]
+        rank, ranks = self.worker.tp_rank, self.worker.world_size
+        starts = [sum(shares[:i]) * ranks + rank * share for i, share in enumerate(shares)]
+        own = torch.cat([start + torch.arange(n) for start, n in zip(starts, shares, strict=True)])
+        within = torch.arange(math.prod(shape[1:]))
+        # Whole numbers that the cache's type can hold.
+        return ((own[:, None] * len(within) + within) % 2039 + part).view(tuple(shape))
 
     def strays(self, ids: list[list[int]], hit: int) -> list[str]:
         """Blocks that were written though nobody asked for them."""

@@ -51,7 +51,9 @@ from vllm.config import (
     VllmConfig,
 )
 from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils
+from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backend import AttentionBackend
+from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
@@ -67,9 +69,16 @@ from tests.support.harness import HarnessError, building, is_of_release
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
-GroupKind = Literal["full", "sliding", "mamba", "wide"]
-"""What one KV-cache group holds: all tokens, a window of them, a recurrent state, or all tokens in
-blocks of twice the size, as layers with half the heads have them beside others."""
+GroupKind = Literal["full", "sliding", "mamba", "kda", "wide"]
+"""What one KV-cache group holds: all tokens, a window of them, a recurrent state of Mamba-2 or of
+Kimi's delta attention, or all tokens in blocks of twice the size, as layers with half the heads
+have them beside others."""
+
+STATES = ("mamba", "kda")
+"""The kinds of groups that hold states."""
+
+STATE_LAYOUT = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""Transfers demand this layout of a state's convolution; it is asked for once in a process."""
 
 _Result = TypeVar("_Result")
 
@@ -419,9 +428,11 @@ def make_vllm_config(
     policy: Literal["recompute", "fail"] = "recompute",
     prefix_caching: bool = True,
     layout: Literal["HND", "NHD"] = "HND",
+    permute: bool = False,
     extra_config: dict[str, Any] | None = None,
 ) -> VllmConfig:
-    """A configuration as a P/D engine has it; `hybrid` allows several KV-cache groups.
+    """A configuration as a P/D engine has it; `hybrid` allows several KV-cache groups, `permute`
+    a peer whose cache has the other layout (`enable_permute_local_kv`).
 
     Tensor parallelism is not part of it: `make_worker` gives the worker its rank and size.
     """
@@ -444,6 +455,7 @@ def make_vllm_config(
                 kv_role="kv_both",
                 engine_id=engine_id,
                 kv_load_failure_policy=policy,
+                enable_permute_local_kv=permute,
                 kv_connector_extra_config=extra_config or {},
             ),
         )
@@ -501,12 +513,14 @@ def _backend(
 def _spec(
     kind: GroupKind, mla: bool, block_size: int, heads: int, state_tokens: int
 ) -> KVCacheSpec:
-    if mla:
-        return MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=40, dtype=DTYPE)
-    full = FullAttentionSpec(
-        block_size=block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=DTYPE
+    full: FullAttentionSpec = (
+        MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=40, dtype=DTYPE)
+        if mla
+        else FullAttentionSpec(
+            block_size=block_size, num_kv_heads=heads, head_size=HEAD_SIZE, dtype=DTYPE
+        )
     )
-    if kind == "full":
+    if kind == "full" or (mla and kind not in STATES):
         return full
     if kind == "wide":
         return FullAttentionSpec(
@@ -519,6 +533,16 @@ def _spec(
             head_size=HEAD_SIZE,
             dtype=DTYPE,
             sliding_window=2 * block_size,
+        )
+    if kind == "kda":
+        with mock.patch.dict(os.environ, STATE_LAYOUT):
+            shapes = MambaStateShapeCalculator.kda_state_shape(1, heads, 4)
+        return MambaSpec(
+            block_size=block_size,
+            shapes=shapes,
+            dtypes=(DTYPE,) * len(shapes),
+            page_size_padded=full.page_size_bytes,
+            mamba_type=MambaAttentionBackendEnum.GDN_ATTN,
         )
     # A Mamba-2 state as this rank holds it: convolution (channels of x, B and C by kernel width
     # less one) and SSM (heads, head size, state size). By default the state size is chosen so
@@ -575,9 +599,14 @@ def _tensor(page: int, num_blocks: int, layers: list[str]) -> Any:  # noqa: ANN4
 # ---------------------------------------------------------------- the worker
 
 
-def allocate(config: KVCacheConfig, kernel_block_size: int, whole: bool = False) -> dict[str, Any]:
-    """Zeroed caches for `register_kv_caches`, laid out as the model runner does it; `whole` as in
-    `make_worker`."""
+def allocate(
+    config: KVCacheConfig,
+    kernel_block_size: int,
+    whole: bool = False,
+    layout: Literal["HND", "NHD"] = "HND",
+) -> dict[str, Any]:
+    """Zeroed caches for `register_kv_caches`, laid out as the model runner does it; `whole` and
+    `layout` as in `make_worker`."""
     hybrid = any(isinstance(g.kv_cache_spec, MambaSpec) for g in config.kv_cache_groups)
     storage = {
         name: tensor
@@ -601,18 +630,26 @@ def allocate(config: KVCacheConfig, kernel_block_size: int, whole: bool = False)
             flat = raw.view(DTYPE)
             latent = isinstance(spec, MLAAttentionSpec)
             if PACKED or (BESIDE and not latent):
-                caches[name] = flat.view(kernel_blocks, spec.num_kv_heads, kernel_block_size, -1)
+                inner = spec.num_kv_heads, kernel_block_size
+                caches[name] = (
+                    flat.view(kernel_blocks, *inner, -1)
+                    if layout == "HND"
+                    else flat.view(kernel_blocks, *reversed(inner), -1).transpose(1, 2)
+                )
             elif latent:
                 caches[name] = flat.view(kernel_blocks, kernel_block_size, spec.head_size)
             elif hybrid:  # blocks first, so that states and attention can share pages
                 caches[name] = flat.view(
                     kernel_blocks, 2, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
                 )
-            else:  # the backend's shape names tokens before heads; in memory heads come first
+            else:  # the backend's shape names tokens before heads
                 first = (kernel_blocks, 2) if whole else (2, kernel_blocks)
-                caches[name] = flat.view(
-                    *first, spec.num_kv_heads, kernel_block_size, HEAD_SIZE
-                ).transpose(2, 3)
+                inner = spec.num_kv_heads, kernel_block_size
+                caches[name] = (
+                    flat.view(*first, *inner, HEAD_SIZE).transpose(2, 3)
+                    if layout == "HND"
+                    else flat.view(*first, *reversed(inner), HEAD_SIZE)
+                )
     return caches
 
 
@@ -649,11 +686,9 @@ def surroundings(
         **({} if PACKED else {"get_kv_cache_layout": lambda: layout}),
         **names,
     }
-    # Mamba transfers demand this layout of the convolution state.
-    state_layout = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
     with (
         mock.patch.multiple(_MODULE, **names),
-        mock.patch.dict(os.environ, state_layout),
+        mock.patch.dict(os.environ, STATE_LAYOUT),
         # On its CPU platform the worker pins the calling thread to a core: not in a test run.
         mock.patch.object(os, "sched_setaffinity"),
     ):
@@ -700,7 +735,7 @@ def make_worker(
     heads = max(1, HEADS // tp_size)
     vllm_config = make_vllm_config(
         mla=mla,
-        hybrid=len(groups) > 1 or "mamba" in groups,
+        hybrid=len(groups) > 1 or any(kind in STATES for kind in groups),
         block_size=block_size,
         engine_id=engine_id,
         layout=layout,
@@ -725,7 +760,7 @@ def make_worker(
         **nixl,
     ):
         worker = worker_class(vllm_config, engine_id, kv_cache_config)
-        caches = allocate(kv_cache_config, kernel_block_size or block_size, whole)
+        caches = allocate(kv_cache_config, kernel_block_size or block_size, whole, layout)
         worker.register_kv_caches(caches)
     return worker
 
