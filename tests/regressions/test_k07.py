@@ -1,7 +1,8 @@
 """K07: without Mamba layers, blocks of different sizes are paired rightly or refused.
 
 Different `--block-size` on P and D gives them different numbers of kernel blocks in a logical
-block (the attention kernel's block size is fixed), or kernel blocks of different sizes.
+block (the attention kernel's block size is fixed), or kernel blocks of different sizes. Blocks of
+one size may still be laid out differently: D permutes them if it was told so.
 """
 
 from __future__ import annotations
@@ -20,15 +21,18 @@ from tests.support.nixl_worker import (
 )
 
 
-def faults(deployment: Deployment, tokens: int, hit: int = 0) -> list[str]:
-    """What is wrong on D after a transfer; nothing if D refused the peer before any read."""
+def faults(
+    deployment: Deployment, tokens: int, hit: int = 0, advice: str = "--block-size"
+) -> list[str]:
+    """What is wrong on D after a transfer; nothing if D refused the peer before any read, and said
+    what to start both with."""
     engines = Engines(deployment)
     try:
         engines.connect()
     except HarnessError:
         raise
     except RuntimeError as refusal:
-        assert "--block-size" in str(refusal)
+        assert advice in str(refusal)
         assert nixl_of(engines.decode).reads == []
         return []
     try:
@@ -73,6 +77,16 @@ def test_a_block_that_is_read_in_parts_is_whole_in_the_end() -> None:
         deployment = Deployment(1, 1, split=2, mla=mla, whole=True)
         for tokens in (3, 16, 26, 45):
             if found := faults(deployment, tokens):
+                wrong[deployment, tokens] = found
+    assert wrong == {}
+
+
+def test_blocks_of_another_layout_are_permuted_rightly_or_refused() -> None:
+    wrong = {}
+    for whole in (False, True):
+        deployment = Deployment(1, 1, layouts=("HND", "NHD"), whole=whole)
+        for tokens in (3, 16, 26):
+            if found := faults(deployment, tokens, advice="VLLM_KV_CACHE_LAYOUT"):
                 wrong[deployment, tokens] = found
     assert wrong == {}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.20.0 on: which of our kernel blocks are right after they were read in parts.
+"""From 0.20.0 on: which of our kernel blocks are right after they came in parts, or permuted.
 
 Of a peer whose kernel blocks hold fewer tokens, a block of ours is read as several of its blocks,
 one after the other. Unless tokens are outermost within a block, that is not a block of ours: each
@@ -14,10 +14,16 @@ the prompt does not fill. Up to 0.31.0 it does so rightly for a few layouts only
   full, it is cleared as a whole: the head is taken for the tokens.
 
 From 0.32.0 on it is right for all but pages that hold all scales behind all values.
+
+With `enable_permute_local_kv`, blocks of a peer whose heads are outermost go into a cache whose
+tokens are, and the worker exchanges the two once all has arrived. Of whole blocks it does so
+rightly up to 0.25.1 where keys and values have a tensor each, and raises otherwise; from 0.26.0 to
+0.31.0 it takes heads for tokens here too; from 0.32.0 on it is right.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,17 +39,27 @@ _KNOWS_TOKENS = not hasattr(utils, "kv_postprocess_layout_on_receive")
 
 
 def refuse_unsorted_parts(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
-    """Refuse a peer with smaller kernel blocks if ours would be wrong after all was read.
+    """Refuse a peer with smaller kernel blocks, or of another layout, if our blocks would be wrong
+    after all was read.
 
     Raises:
         RuntimeError: see the module.
     """
-    if peer.block_size < worker.block_size and not _sorts_parts(worker, peer):
+    if peer.block_size < worker.block_size:
+        if not _sorts_parts(worker, peer):
+            raise RuntimeError(
+                f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
+                f"tokens, this engine of {worker.block_size}, which this release of vLLM does not "
+                "make of them in a cache like this engine's. Start prefill and decode with the "
+                "same --block-size and attention backend."
+            )
+    elif not _permutes(worker, peer):
         raise RuntimeError(
-            f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
-            f"tokens, this engine of {worker.block_size}, which this release of vLLM does not make "
-            "of them in a cache like this engine's. Start prefill and decode with the same "
-            "--block-size and attention backend."
+            f"NIXL handshake: engine {peer.engine_id} has a KV cache of layout "
+            f"{peer.kv_cache_layout}, this engine one of {_caches(worker)[1]}. This release of "
+            "vLLM does not permute blocks rightly in a cache like this engine's "
+            "(enable_permute_local_kv). Start prefill and decode with the same "
+            "VLLM_KV_CACHE_LAYOUT and attention backend."
         )
 
 
@@ -60,14 +76,47 @@ def _sorts_parts(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> bool:
         return True
     if not getattr(worker.transfer_topo, "split_k_and_v", False):  # gone in 0.26.0
         return False
-    if worker.use_host_buffer:
-        caches, layout = worker.host_xfer_buffers, worker.host_buffer_kv_cache_layout
-    else:
-        caches, layout = worker.device_kv_caches, worker.kv_cache_layout
+    caches, layout = _caches(worker)
     # With `enable_permute_local_kv`, blocks whose heads are outermost go into a cache of the other
     # order. Without it, another layout is refused after this.
     permuted = layout != peer.kv_cache_layout
     return all(_is_sorted(half, permuted) for cache in caches.values() for half in cache)
+
+
+def _caches(worker: NixlConnectorWorker) -> tuple[Mapping[str, torch.Tensor], str]:
+    """What peers' blocks are read into, by layer, and its layout."""
+    if worker.use_host_buffer:
+        return worker.host_xfer_buffers, worker.host_buffer_kv_cache_layout
+    return worker.device_kv_caches, worker.kv_cache_layout
+
+
+def _permutes(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> bool:
+    """Whether whole blocks of this peer's layout end as blocks of this worker's."""
+    caches, layout = _caches(worker)
+    if (
+        _KNOWS_TOKENS
+        or worker.use_mla
+        or layout == peer.kv_cache_layout
+        # The release refuses another layout itself, after this.
+        or not worker.kv_transfer_config.enable_permute_local_kv
+    ):
+        return True
+    halves = getattr(worker.transfer_topo, "split_k_and_v", None)  # gone in 0.26.0
+    if halves is None:
+        return all(map(_is_permuted, caches.values()))
+    parts = (part for cache in caches.values() for part in (cache if halves else [cache]))
+    return all(_is_sorted(part, permuted=True) for part in parts)
+
+
+def _is_permuted(cache: torch.Tensor) -> bool:
+    """From 0.26.0 on: whether heads that are taken for tokens, and the other way round, end in
+    their places all the same. Nothing is said of what is not ``[block, head, token, element]``."""
+    if cache.dim() != 4:
+        return True
+    heads, tokens = cache.shape[1:3]
+    if heads == tokens:
+        return cache.stride(2) >= cache.stride(1)
+    return 1 in (heads, tokens)
 
 
 def _is_sorted(cache: torch.Tensor, permuted: bool) -> bool:

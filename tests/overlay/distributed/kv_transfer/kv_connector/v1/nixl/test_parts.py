@@ -1,4 +1,5 @@
-"""Kernel blocks that are read in parts: refused where the release does not make blocks of them."""
+"""Kernel blocks that are read in parts, or permuted: refused where the release does not make blocks
+of them."""
 
 from __future__ import annotations
 
@@ -22,6 +23,9 @@ HALVES = not since("0.26.0")
 """Keys and values may have a tensor each."""
 
 REFUSAL = "the same --block-size and attention backend"
+
+PERMUTE: Any = vars(utils).get("kv_postprocess_layout_on_receive")
+"""What permutes whole blocks: up to 0.31.0."""
 
 
 def refused(worker: Any, **changes: Any) -> bool:  # noqa: ANN401 - a worker, fields of a peer
@@ -125,6 +129,47 @@ def test_attention_that_packs_keys_by_the_block_takes_no_parts(backend: str) -> 
     connect(engines.decode, "Q")
 
 
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("kernel", [4, 8])
+def test_blocks_of_another_layout_are_read_where_they_are_permuted_rightly(
+    whole: bool, kernel: int
+) -> None:
+    deployment = Deployment(2, 2, kernel=kernel, layouts=("HND", "NHD"), whole=whole)
+    engines = Engines(deployment)
+    if not deployment.makes_its_blocks:
+        with pytest.raises(RuntimeError, match="the same VLLM_KV_CACHE_LAYOUT and attention"):
+            engines.connect()
+        return
+    engines.connect()
+    assert engines.faults_of_a_prompt(29) == []
+
+
+@pytest.mark.skipif(PERMUTE is None, reason="up to 0.31.0")
+@pytest.mark.parametrize("heads", [1, 2, 4, 8])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+@pytest.mark.parametrize("heads_outermost", [False, True])
+def test_it_is_right_about_what_the_release_makes_of_a_permuted_block(
+    heads: int, tokens: int, heads_outermost: bool
+) -> None:
+    """Read with heads outermost; the cache has them so or not, and is permuted in any case."""
+    wanted = torch.arange(1.0, 1 + 2 * heads * tokens).view(heads, tokens, 2)
+    if heads_outermost:
+        cache = torch.zeros(4, heads, tokens, 2)  # in memory
+        cache[2] = wanted
+    else:
+        cache = torch.zeros(4, tokens, heads, 2)
+        cache[2] = wanted.view(tokens, heads, 2)
+        cache = cache.transpose(1, 2)
+    if HALVES:  # they name tokens before heads
+        cache, wanted = cache.transpose(1, 2), wanted.transpose(0, 1)
+    PERMUTE(cache, torch.tensor([2]))
+    said = parts._is_sorted(cache, True) if HALVES else parts._is_permuted(cache)
+    right = torch.equal(cache[2], wanted)
+    assert said <= right
+    # Up to 0.25.1 no layout but the right one gets there.
+    assert right <= said or (HALVES and heads_outermost)
+
+
 def worker_of(**different: Any) -> SimpleNamespace:  # noqa: ANN401 - of any type
     """What is asked of a worker, of whichever release."""
     known = {
@@ -135,6 +180,7 @@ def worker_of(**different: Any) -> SimpleNamespace:  # noqa: ANN401 - of any typ
         "device_kv_caches": {"layer": torch.zeros(2, 8, 16, 4, 8)},
         "kv_cache_layout": "HND",
         "_layer_specs": {},
+        "kv_transfer_config": SimpleNamespace(enable_permute_local_kv=True),
     }
     return SimpleNamespace(**known | different)
 
@@ -174,3 +220,44 @@ def test_another_one_sorts_halves_and_latent_caches_without_a_head(
 def test_what_has_more_dimensions_is_not_sorted_by_chance() -> None:
     assert not parts._is_sorted(torch.zeros(8, 2, 1, 16, 8), permuted=False)
     assert not parts._is_sorted(torch.zeros(8, 16, 1), permuted=False)
+
+
+OTHER = {"kv_cache_layout": "NHD"}
+
+
+def packed(heads: int, tokens: int) -> dict[str, torch.Tensor]:
+    """A cache of one layer whose tokens are outermost within a block."""
+    return {"layer": torch.zeros(2, tokens, heads, 8).transpose(1, 2)}
+
+
+def test_nothing_is_permuted_that_need_not_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", False)
+    odd = {**OTHER, "device_kv_caches": packed(2, 4)}
+    assert not parts._permutes(worker_of(**odd), PEER)
+    assert parts._permutes(worker_of(device_kv_caches=packed(2, 4)), PEER)
+    assert parts._permutes(worker_of(use_mla=True, **odd), PEER)
+    stays = SimpleNamespace(enable_permute_local_kv=False)
+    assert parts._permutes(worker_of(kv_transfer_config=stays, **odd), PEER)
+    buffer = {"use_host_buffer": True, "host_xfer_buffers": packed(2, 4)}
+    assert parts._permutes(worker_of(host_buffer_kv_cache_layout="HND", **buffer, **odd), PEER)
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", True)
+    assert parts._permutes(worker_of(**odd), PEER)
+
+
+def test_every_cache_has_to_be_permuted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", False)
+    caches = {**packed(4, 4), "odd": packed(2, 4)["layer"]}
+    assert parts._permutes(worker_of(device_kv_caches=packed(4, 4), **OTHER), PEER)
+    assert not parts._permutes(worker_of(device_kv_caches=caches, **OTHER), PEER)
+
+
+def test_halves_are_permuted_and_what_has_five_dimensions_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 0.25.1, where the topology says what a cache is made of."""
+    monkeypatch.setattr(parts, "_KNOWS_TOKENS", False)
+    halves = {"device_kv_caches": {"layer": torch.zeros(2, 8, 16, 4, 8)}, **OTHER}
+    for split in (False, True):
+        topology = SimpleNamespace(split_k_and_v=split)
+        assert parts._permutes(worker_of(transfer_topo=topology, **halves), PEER) is split
+    assert parts._permutes(worker_of(**halves), PEER)  # later, nothing is said of it
