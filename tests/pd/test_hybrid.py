@@ -78,7 +78,11 @@ def test_a_prompt_that_comes_again(hybrid: Hybrid) -> None:
     caching = ("--enable-prefix-caching", "--mamba-cache-mode", "align")
     transfers = leases_of(_LEASE_S)
     transfer = {"transfer": transfers["transfer"]}
-    plain, p, d = hybrid("plain"), hybrid("P", *caching, **transfer), hybrid("D", core=1, **transfer)
+    plain, p, d = (
+        hybrid("plain"),
+        hybrid("P", *caching, **transfer),
+        hybrid("D", core=1, **transfer),
+    )
     for server in (plain, p, d):
         server.wait_ready()
     size = int(p.samples("cache_config_info")[0][0]["block_size"])

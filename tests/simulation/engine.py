@@ -81,7 +81,7 @@ class Shape:
             received, releases have given its block up by then: docs/simulation.md.
         keeps: seconds for which D keeps the blocks of what it has answered, for P to read in a
             second turn; None for transfers in one direction. From 0.21.0 on, which have both.
-        aligned: states are kept for each block, and prefixes with them (`mamba_cache_mode` "align").
+        aligned: states are kept for each block, and prefixes with them (`mamba_cache_mode` align).
     """
 
     ranks: int = 1
@@ -529,7 +529,9 @@ class Engine:
     def _right(self, work: Work, text: Text, start: int) -> int:
         """How many of the guesses from `start` on are right before the first that is not."""
         known = self._guessed.pop(work.req_id, [])
-        guesses = [known[i] if g == -1 and i < len(known) else g for i, g in enumerate(work.guesses)]
+        guesses = [
+            known[i] if g == -1 and i < len(known) else g for i, g in enumerate(work.guesses)
+        ]
         wrong = (i for i, guess in enumerate(guesses) if guess != text.token(start + i))
         return next(wrong, len(guesses))
 

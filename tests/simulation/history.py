@@ -157,6 +157,7 @@ PROFILES: Mapping[str, Profile] = {
     "lookahead": profile_of(lookahead=(2, 3)),
     "guesses": profile_of(
         {"ask": 5, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
+        groups=(("full",), ("full", "sliding")),
         lookahead=(1, 2, 3),
         guesses=True,
         asynchronous=(False, True),
