@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 from scripts.ship.runtime.bundle import Bundle, sha256
@@ -19,10 +20,9 @@ LOCAL = "kvfix.0.1.0"
 OVERLAY = "vllm_overlay/__init__.py"
 
 
-def bundle(**changes: object) -> Bundle:
-    """Return what an installer for the small wheel holds."""
-    stock = stock_files()
-    template = build_sbom(
+@cache  # hundreds of tries of an installer ask for it
+def _sbom() -> bytes:
+    return build_sbom(
         name="vllm",
         version=f"0.20.2+{LOCAL}",
         patch_set="0.1.0",
@@ -32,6 +32,11 @@ def bundle(**changes: object) -> Bundle:
         ancestor_sha256=None,
         fixes=[FIX],
     )
+
+
+def bundle(**changes: object) -> Bundle:
+    """Return what an installer for the small wheel holds."""
+    stock = stock_files()
     values: dict[str, object] = {
         "release": "0.20.2",
         "local": LOCAL,
@@ -45,7 +50,7 @@ def bundle(**changes: object) -> Bundle:
         },
         "build": {"patch_set": "0.1.0", "release": "0.20.2", "fixes": "all"},
         "fixes": ["1"],
-        "sbom": json.loads(template),
+        "sbom": json.loads(_sbom()),
     }
     return Bundle(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -69,7 +74,8 @@ def copied(site: Path, target: Path) -> Path:
     shutil.copytree(site, target, symlinks=True)
     for path in (site, *site.rglob("*")):
         found, copy = path.lstat(), target / path.relative_to(site)
-        if (found.st_uid, found.st_gid) != (copy.lstat().st_uid, copy.lstat().st_gid):
+        other = copy.lstat()
+        if (found.st_uid, found.st_gid) != (other.st_uid, other.st_gid):
             os.lchown(copy, found.st_uid, found.st_gid)
             if not path.is_symlink():
                 copy.chmod(found.st_mode & 0o7777)
@@ -90,17 +96,15 @@ Seen = dict[str, tuple[bytes, int, int, int, int]]
 
 def seen(site: Path) -> Seen:
     """Return content, mode, date and owner of each file; an installer's own folder aside."""
-    return {
-        path.relative_to(site).as_posix(): (
-            path.read_bytes(),
-            path.stat().st_mode,
-            path.stat().st_mtime_ns,
-            path.stat().st_uid,
-            path.stat().st_gid,
-        )
-        for path in sorted(site.rglob("*"))
-        if path.is_file() and WORK not in path.relative_to(site).parts
-    }
+    found: Seen = {}
+    for path in sorted(site.rglob("*")):
+        below = path.relative_to(site)
+        if path.is_file() and WORK not in below.parts:
+            facts = path.stat()
+            found[below.as_posix()] = (
+                path.read_bytes(), facts.st_mode, facts.st_mtime_ns, facts.st_uid, facts.st_gid
+            )  # fmt: skip
+    return found
 
 
 def folders(site: Path) -> dict[str, tuple[int, int, int]]:
