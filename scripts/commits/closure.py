@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from scripts.patchset.overlay import PACKAGE
 from scripts.system.git import Repository
 
+_HOLDERS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+
 
 class _Module:
     """One text, of which each is asked for many commits.
@@ -47,11 +49,11 @@ class Closure:
 
     def faults(self, stock: str, commit: str) -> Iterator[str]:
         """Yield what keeps the files that set `commit` apart from `stock` from being imported."""
-        before, files = self._blobs(stock), self._blobs(commit)
-        for path, blob in files.items():
-            if before.get(path) == blob or not path.endswith(".py"):
+        files, changed = self._blobs(stock, commit)
+        for path in changed:
+            if not path.endswith(".py"):
                 continue
-            module = self._module(blob)
+            module = self._module(files[path])
             if module.fault:
                 yield f"{path}: {module.fault}"
             # Upstream's own lines may import what is made by its build.
@@ -68,12 +70,23 @@ class Closure:
             return True
         return bool({member, "*"} & self._module(files[path]).bound)
 
-    def _blobs(self, commit: str) -> dict[str, str]:
-        if commit not in self._trees:
-            rows = self._repository.run("ls-tree", "-r", "-z", commit, "--", "vllm", PACKAGE)
+    def _blobs(self, stock: str, commit: str) -> tuple[dict[str, str], list[str]]:
+        """Return the files of `commit`, path to blob, and the paths that are not as in `stock`."""
+        if stock not in self._trees:
+            rows = self._repository.run("ls-tree", "-r", "-z", stock, "--", "vllm", PACKAGE)
             fields = (row.partition("\t") for row in rows.split("\0") if row)
-            self._trees[commit] = {path: entry.split()[2] for entry, _, path in fields}
-        return self._trees[commit]
+            self._trees[stock] = {path: entry.split()[2] for entry, _, path in fields}
+        files = dict(self._trees[stock])
+        said = self._repository.run("diff-tree", "-r", "-z", stock, commit, "--", "vllm", PACKAGE)
+        words = said.split("\0")
+        changed = []
+        for entry, path in zip(words[::2], words[1::2], strict=False):
+            blob, status = entry.split()[3:]
+            files.pop(path, None)
+            if status != "D":
+                files[path] = blob
+                changed.append(path)
+        return files, changed
 
     def _module(self, blob: str) -> _Module:
         if blob not in self._modules:
@@ -95,7 +108,8 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
             pending += node.orelse
             continue
-        pending += ast.iter_child_nodes(node)
+        # Nothing else holds statements, and what it holds is most of a module.
+        pending += (one for one in ast.iter_child_nodes(node) if isinstance(one, _HOLDERS))
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -196,13 +196,15 @@ def fork(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """Return a fork of a real release, with the branches of its export."""
     release: str = request.param
     folder = tmp_path_factory.mktemp(f"fork-{release}")
-    shutil.copytree(release_tree(release) / "vllm", folder / "vllm")
-    commit(folder, {"FORK.md": "a history of its own\n"}, release)
-    git(folder, "tag", f"v{release}")
+    git(folder, "init", "--quiet", "--initial-branch=main", "--template=")
     series = load_series(release)
     assert write_export(release, series.patches, load_registry(), folder / ".git" / "export")
     bundle = str(folder / ".git" / "export" / f"kvfix-v{release}.bundle")
-    git(folder, "fetch", "--quiet", bundle, "refs/heads/*:refs/heads/*")
+    git(folder, "fetch", "--quiet", bundle, "refs/heads/kvfix/*:refs/heads/kvfix/*")
+    # Only now: git need not compress 3,000 files that the bundle has brought.
+    shutil.copytree(release_tree(release) / "vllm", folder / "vllm")
+    commit(folder, {"FORK.md": "a history of its own\n"}, release)
+    git(folder, "tag", f"v{release}")
     return folder
 
 
