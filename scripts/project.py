@@ -41,11 +41,19 @@ def read_toml(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It is none; the message says where.
     """
-    with path.open("rb") as file:
-        try:
-            return tomllib.load(file)
-        except RecursionError as error:
-            raise ValueError("its brackets are nested too deep") from error
+    return parse_toml(path.read_bytes())
+
+
+def parse_toml(data: bytes) -> dict[str, Any]:
+    """Return what the bytes of a TOML file say.
+
+    Raises:
+        ValueError: They are none; the message says where.
+    """
+    try:
+        return tomllib.loads(data.decode())
+    except RecursionError as error:
+        raise ValueError("its brackets are nested too deep") from error
 
 
 @cache

@@ -11,13 +11,14 @@ import re
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_type_hints
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from scripts.project import PATCHES, read_toml
+from scripts.project import PATCHES, parse_toml
 from scripts.system.errors import RegistryError
 
 REGISTRY = PATCHES / "fixes.toml"
@@ -312,10 +313,16 @@ def load_registry(path: Path = REGISTRY) -> Registry:
     Raises:
         RegistryError: It contradicts itself; all contradictions are named at once.
     """
+    author, fixes = _parsed(path.name, path.read_bytes())
+    return Registry(author, dict(fixes))
+
+
+@lru_cache(maxsize=4)  # each release's series asks for it
+def _parsed(name: str, data: bytes) -> tuple[str, dict[str, Fix]]:
     faults: list[str] = []
     fixes: dict[str, Fix] = {}
     try:
-        document = read_toml(path)
+        document = parse_toml(data)
     except ValueError as error:  # TOMLDecodeError, UnicodeDecodeError
         document = {"author": "nobody <>"}
         faults.append(f"it is no TOML: {error}")
@@ -340,21 +347,26 @@ def load_registry(path: Path = REGISTRY) -> Registry:
         fixes[fix.id] = fix
     if faults:
         raise RegistryError(
-            f"{path.name}: " + "; ".join(faults),
+            f"{name}: " + "; ".join(faults),
             expected="one complete [[fix]] table for each fix, dependencies first",
-            next_step=f"correct {path.name}, then: nox -s lint",
+            next_step=f"correct {name}, then: nox -s lint",
         )
-    return Registry(author=str(author), fixes=fixes)
+    return str(author), fixes
 
 
 def _includes(specifier: str, release: str) -> bool:
     return SpecifierSet(specifier).contains(release, prereleases=True)
 
 
+@cache
+def _kinds() -> dict[str, Any]:
+    return get_type_hints(Fix)
+
+
 def _fix(table: dict[str, Any], faults: list[str]) -> Fix | None:
     values = {key.replace("-", "_"): value for key, value in table.items()}
     name = values.get("id", "without an id")
-    kinds = get_type_hints(Fix)
+    kinds = _kinds()
     try:
         if not _is_shown(table):
             raise TypeError("a text has characters that cannot be shown")

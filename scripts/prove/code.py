@@ -6,7 +6,7 @@ The text that comes out is the same for every version of Python that can parse t
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 _UNSEEN = frozenset({"kind", "type_comment", "type_ignores", "ctx"})
 
@@ -38,35 +38,42 @@ def normal(
         documented: Docstrings count.
         spell: What is written instead of the name of a module, and instead of a text in the code.
     """
-    return " ".join(_words(node, documented, spell))
+    words: list[str] = []
+    _spell_out(node, documented, spell, words)
+    return " ".join(words)
 
 
-def _words(value: object, documented: bool, spell: Callable[[str], str]) -> Iterator[str]:
+def _spell_out(
+    value: object, documented: bool, spell: Callable[[str], str], words: list[str]
+) -> None:
+    """Append the words of `value`; a generator for each node would take three times as long."""
     if isinstance(value, (ast.Import, ast.ImportFrom)):
-        yield _imports([value], spell)
+        words.append(_imports([value], spell))
     elif isinstance(value, ast.AST):
-        yield f"({type(value).__name__}"
+        words.append(f"({type(value).__name__}")
         for name in value._fields:
             child = getattr(value, name, None)
             # Fields that a version of Python adds are empty where the code does not use them.
             if name not in _UNSEEN and child is not None and child != []:
-                yield f"{name}="
-                yield from _words(child, documented, spell)
-        yield ")"
+                words.append(f"{name}=")
+                _spell_out(child, documented, spell, words)
+        words.append(")")
     elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        yield "["
+        words.append("[")
         imports: list[ast.Import | ast.ImportFrom] = []
         for child in value:
             if isinstance(child, (ast.Import, ast.ImportFrom)):
                 imports.append(child)
             elif documented or not is_idle(child):
-                yield from filter(None, [_imports(imports, spell)])
-                imports = []
-                yield from _words(child, documented, spell)
-        yield from filter(None, [_imports(imports, spell)])
-        yield "]"
+                if imports:
+                    words += filter(None, [_imports(imports, spell)])
+                    imports = []
+                _spell_out(child, documented, spell, words)
+        if imports:
+            words += filter(None, [_imports(imports, spell)])
+        words.append("]")
     else:
-        yield repr(spell(value) if isinstance(value, str) else value)
+        words.append(repr(spell(value) if isinstance(value, str) else value))
 
 
 def _imports(statements: Iterable[ast.Import | ast.ImportFrom], spell: Callable[[str], str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from packaging.utils import parse_sdist_filename, parse_wheel_filename
 from packaging.version import Version
 
-from scripts.project import PATCHES, meant_releases, read_toml
+from scripts.project import PATCHES, meant_releases, parse_toml
 from scripts.system.errors import NotLockedError, RegistryError, UnknownReleaseError
 
 DISTRIBUTION = "vllm"
@@ -81,10 +82,13 @@ def load_lock(path: Path = LOCK) -> dict[str, LockedRelease]:
     Raises:
         RegistryError: The file contradicts itself; the message names the place.
     """
-    if not path.exists():
-        return {}
+    return dict(_parsed(path, path.read_bytes())) if path.exists() else {}
+
+
+@lru_cache(maxsize=4)  # a session asks for it 2,000 times, and takes 10 ms to read it anew
+def _parsed(path: Path, data: bytes) -> dict[str, LockedRelease]:
     try:
-        document = read_toml(path)
+        document = parse_toml(data)
     except ValueError as error:  # a TOMLDecodeError is one; it names line and column
         raise _wrong(path, f"it is no TOML: {error}") from error
     releases: dict[Version, LockedRelease] = {}

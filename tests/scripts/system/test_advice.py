@@ -414,7 +414,7 @@ def test_a_clone(checkout: Checkout, tmp_path: Path) -> None:
     assert checkout.run(*again).returncode == 0  # nothing says that it is another release
 
 
-shows("patchset/registry:load_registry:RegistryError")
+shows("patchset/registry:_parsed:RegistryError")
 shows("commands/lint:main:CheckFailedError", "commands/regressions:main:UsageError")
 
 
@@ -422,7 +422,7 @@ def test_a_registry_that_is_wrong(checkout: Checkout) -> None:
     path = checkout.patches / "fixes.toml"
     good = path.read_text()
     for key, old, new, words in (
-        ("patchset/registry:load_registry:RegistryError", '"Backport"', '"Merged"', ["lint"]),
+        ("patchset/registry:_parsed:RegistryError", '"Backport"', '"Merged"', ["lint"]),
         ("commands/lint:main:CheckFailedError", "A cause:", "A clause:", ["lint"]),
     ):
         change(path, old, new)
