@@ -130,6 +130,7 @@ class Checkout:
             "PIP_CONFIG_FILE": os.devnull,
             "UV_NO_CONFIG": "1",
             "PYTHONPATH": str(self.folder),
+            "PYTEST_ADDOPTS": " ".join(toys.FEWER_PLUGINS),
         }
         return {**kept, **settings, **variables}
 

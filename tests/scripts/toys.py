@@ -15,6 +15,12 @@ AUTHOR = "kvfix maintainers <maintainers@kvfix.invalid>"
 WORKER = "vllm/worker.py"
 STATE = "vllm/distributed/state.py"
 HOOK = "vllm_overlay.distributed.kv_transfer.kv_transfer_state"
+FEWER_PLUGINS = [
+    word
+    for name in ("anyio", "hypothesispytest", "xdist", "xdist.looponfail")
+    for word in ("-p", f"no:{name}")
+]
+"""Words for pytest: no toy needs what takes most of its start, and hundreds of starts it is."""
 
 
 def _functions(prefix: str) -> str:

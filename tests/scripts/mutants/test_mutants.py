@@ -17,6 +17,7 @@ from scripts.patchset.series import load_series
 from scripts.project import ROOT
 from scripts.system.errors import CheckFailedError, RegistryError, UsageError
 from tests.programs.mutants.operators import mutants_of
+from tests.scripts import toys
 
 TOY = """
     \"\"\"A toy.\"\"\"
@@ -114,6 +115,7 @@ def tried(folder: Path, *only: Row) -> list[Row]:
         "pytest",
         "-p",
         "no:cacheprovider",
+        *toys.FEWER_PLUGINS,
         "--rootdir",
         folder,
     ]

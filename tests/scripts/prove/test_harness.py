@@ -91,6 +91,7 @@ def run(folder: Path, stage: Path, test: str, answer: int) -> dict[str, Outcome]
     subprocess.run(
         [
             sys.executable, "-B", "-m", "pytest", "-q", "-p", RAISED, "-p", "no:cacheprovider",
+            *toys.FEWER_PLUGINS,
             "--rootdir", folder, "--report-log", log, folder / FILE,
         ],
         cwd=folder,
