@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import itertools
 import sys
 from collections import deque
@@ -35,6 +36,14 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import
 pytestmark = pytest.mark.timeout(900)
 
 REQUEST = "r"
+
+
+@pytest.fixture(autouse=True)
+def no_collections() -> Iterator[None]:
+    """Look for no garbage: a search keeps all that it makes, a million tuples."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 class Rules(NamedTuple):
