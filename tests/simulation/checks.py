@@ -67,7 +67,8 @@ def _origin(world: World, engine: Engine, req_id: str) -> str:
         return "of a read that failed"
     for other in world.jobs.values():
         # The model's own is turned round where it came from wrong KV; see `Engine.compute`.
-        at = next(filter(None.__ne__, map(other.text.find, (found, found ^ 2**64 - 1))), None)
+        places = map(other.text.find, (found, found ^ 2**64 - 1))
+        at = next((place for place in places if place is not None), None)
         if at is not None:
             world.note(engine.name, f"that is r{other.number}'s, position {at}")
             return "its own, of another position" if other is job else "another request's"

@@ -13,10 +13,13 @@ import pytest
 
 from tests.simulation import checks
 from tests.simulation.checks import FoundError, settle
-from tests.simulation.engine import Shape, Told
+from tests.simulation.engine import Engine, Shape, Step, Told, Work
 from tests.simulation.history import PROFILES, play, play_random
 from tests.simulation.text import Text, prompt
 from tests.simulation.world import Setting, Stage, World
+from tests.support.nixl_worker import GroupKind
+
+HYBRID: tuple[GroupKind, ...] = ("full", "mamba")
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +61,9 @@ def reading(world: World, number: int = 0) -> None:
         Setting((Shape(),), (Shape(ranks=2),)),
         Setting((Shape(mla=True, asynchronous=True),), (Shape(mla=True, asynchronous=True),)),
         Setting((Shape(budget=8), Shape()), (Shape(seqs=1), Shape(policy="fail"))),
+        Setting(decode=(Shape(lookahead=3, guesses=True),)),
+        Setting(decode=(Shape(lookahead=3, guesses=True, asynchronous=True),)),
+        Setting((Shape(groups=HYBRID, aligned=True),), (Shape(groups=HYBRID),)),
     ],
 )
 def test_nothing_is_found_where_nothing_goes_wrong(stage: Stage, setting: Setting) -> None:
@@ -80,6 +86,38 @@ def test_the_same_seed_is_the_same_history(stage: Stage, profile: str) -> None:
     assert one.world.lines == other.world.lines
     again = play(one.world.setting, stage, one.events)
     assert again.world.lines == one.world.lines
+
+
+def guessing(stage: Stage) -> World:
+    """Engines that guess, with a request that a client of D has asked for without P."""
+    shape = Shape(lookahead=3, guesses=True, asynchronous=True)
+    world = World(Setting((shape,), (shape,)), stage)
+    world.apply(("plain", 0, "D0", 0, 0, 9, 30))
+    return world
+
+
+def test_of_guesses_some_are_right_and_some_are_not(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, rejected = guessing(stage), set[tuple[int, int]]()
+    output = Engine._output
+
+    def watched(engine: Engine, step: Step) -> None:
+        rejected.update((len(work.guesses), work.rejected) for work in step.work)
+        output(engine, step)
+
+    monkeypatch.setattr(Engine, "_output", watched)
+    settle(world)
+    assert {(3, 0), (3, 1), (3, 2), (3, 3)} <= rejected
+    world.close()
+
+
+def test_what_a_step_in_flight_rejects_is_read(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Work, "late", 0)
+    with pytest.raises(FoundError, match="wrong KV at D"):
+        settle(guessing(stage))
 
 
 def test_kv_that_changes_while_it_is_read(world: World) -> None:

@@ -1,0 +1,67 @@
+"""K28: who has received its prompt does not wait for one whose receive has failed.
+
+Several KV-cache groups, and a cache that is nearly full. The failed request is computed anew, for
+which it needs more blocks than it received into: a window's group holds all of a prompt until that
+is computed. Those blocks are the others', until they have run.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.support.decode_engine import DecodeEngine
+from tests.support.nixl_worker import connect, nixl_of
+
+LOST = 128
+"""Tokens: 16 blocks in two groups when they are computed, 10 when they are received."""
+
+OTHER = 32
+"""Tokens: 4 blocks, and 2 more for what is generated."""
+
+
+def receiving(*others: str) -> DecodeEngine:
+    """An engine that receives for a request from a P of its own, and for others."""
+    engine = DecodeEngine(groups=("full", "sliding"), num_blocks=19)
+    for peer in ("P", "Q"):  # a read that fails says something about its own peer
+        connect(engine.worker, peer)
+    engine.ask("lost", range(LOST), [list(range(1, 9))] * 2, engine_id="Q")
+    for number, req_id in enumerate(others, start=1):
+        start = 1000 * number
+        engine.ask(req_id, range(start, start + OTHER), [[1, 2]] * 2)
+    engine.step()
+    return engine
+
+
+def ended(engine: DecodeEngine, req_id: str, *, fails: bool = False) -> None:
+    """The read for a request ends."""
+    nixl = nixl_of(engine.worker)
+    (read,) = (one for one in nixl.in_flight() if one.notif.startswith(f"{req_id}-".encode()))
+    (nixl.fail if fails else nixl.finish)(read)
+
+
+def run(engine: DecodeEngine, steps: int = 12) -> list[str]:
+    """Go on for so many steps; who ended, one after the other."""
+    return [req_id for _ in range(steps) for req_id in engine.step().finished]
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["fails-first", "fails-last"])
+def test_those_that_have_received_run(first: bool) -> None:
+    engine = receiving("one", "two")
+    if first:
+        ended(engine, "lost", fails=True)
+        assert run(engine, 2) == []
+    for req_id in ("one", "two"):
+        ended(engine, req_id)
+    if not first:
+        ended(engine, "lost", fails=True)
+    assert set(run(engine)) == {"lost", "one", "two"}
+
+
+def test_so_does_one_behind_another_that_still_receives() -> None:
+    engine = receiving("one", "two")
+    ended(engine, "lost", fails=True)
+    ended(engine, "two")
+    assert "two" in run(engine)
+    ended(engine, "one")
+    run(engine)
+    assert not engine.scheduler.requests
