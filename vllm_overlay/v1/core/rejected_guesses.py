@@ -25,11 +25,9 @@ def surely_computed(manager: KVCacheManager, request: Request, computed: int) ->
     All of them where nothing is guessed, or no step is in flight. Beside recurrent states also: of
     these upstream keeps the last ones by a count of its own.
     """
-    # What a step in flight will yield, as far as it is known: one token, and its guesses.
-    guesses = request.num_output_placeholders - 1
-    if guesses <= 0 or not request.spec_token_ids:
-        return computed
     managers = manager.coordinator.single_type_managers
-    if any(isinstance(one, MambaManager) for one in managers):
+    if not request.spec_token_ids or any(isinstance(one, MambaManager) for one in managers):
         return computed
+    # What a step in flight will yield, as far as it is known: one token, and its guesses.
+    guesses = max(0, request.num_output_placeholders - 1)
     return max(0, computed - guesses)

@@ -32,7 +32,7 @@ def holders_first(handle: Handle) -> Handle:
     def handle_holders(self: Scheduler, request: Request) -> bool:
         received = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
         ready = handle(self, request)
-        lost = received and ready and not request.num_computed_tokens
+        lost = received and not request.num_computed_tokens
         return ready and not (lost and len(self.kv_holding_waiting) > 1)
 
     return handle_holders
