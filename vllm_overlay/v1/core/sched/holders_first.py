@@ -9,30 +9,21 @@ they have all that they need, and what they would free is what it waits for.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import wraps
-from typing import TYPE_CHECKING, TypeAlias
-
-from vllm.v1.request import RequestStatus
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
-    Handle: TypeAlias = Callable[[Scheduler, Request], bool]
 
+def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
+    """Put a request that found no room in front of those that hold no blocks, if it is one of them.
 
-def holders_first(handle: Handle) -> Handle:
-    """Make `Scheduler._handle_blocked_waiting_request` skip for a step who has lost its blocks.
-
-    It is then put in front of those that hold none. Where nobody else holds any it goes on at once.
+    Returns:
+        Whether it stood in front of others that do hold some; they are to be looked at now.
     """
-
-    @wraps(handle)
-    def handle_holders(self: Scheduler, request: Request) -> bool:
-        received = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
-        ready = handle(self, request)
-        lost = received and not request.num_computed_tokens
-        return ready and not (lost and len(self.kv_holding_waiting) > 1)
-
-    return handle_holders
+    holders = scheduler.kv_holding_waiting
+    if request.num_computed_tokens or len(holders) < 2 or holders.peek_request() is not request:
+        return False
+    scheduler.waiting.prepend_request(holders.pop_request())
+    return True

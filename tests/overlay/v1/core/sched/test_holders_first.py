@@ -1,55 +1,52 @@
-"""Who is skipped for a step, by what `_handle_blocked_waiting_request` says and leaves."""
+"""Who is passed over when it finds no room, by where it stands and what it holds."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.request import RequestStatus
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
 module = pytest.importorskip("vllm_overlay.v1.core.sched.holders_first", reason="from 0.31.0 on")
 
-RECEIVES = RequestStatus.WAITING_FOR_REMOTE_KVS
+
+def request(computed: int = 0) -> Any:  # noqa: ANN401 - a stand-in
+    return SimpleNamespace(num_computed_tokens=computed)
 
 
-def proceeds(
-    *,
-    status: RequestStatus = RECEIVES,
-    computed: int = 0,
-    ready: bool = True,
-    others: Sequence[str] = ("other",),
-) -> bool:
-    """Whether a request that comes to be `ready` goes on, with `computed` tokens left to it."""
-
-    def handle(scheduler: Any, request: Any) -> bool:  # noqa: ANN401 - stand-ins
-        request.num_computed_tokens = computed
-        if ready:
-            request.status = RequestStatus.WAITING
-        return ready
-
-    request = SimpleNamespace(status=status, num_computed_tokens=128)
-    scheduler = SimpleNamespace(kv_holding_waiting=[request, *others])
-    answer = module.holders_first(handle)(scheduler, request)
-    assert isinstance(answer, bool)
-    return answer
+def scheduler(holders: list[Any], waiting: list[Any]) -> Any:  # noqa: ANN401 - a stand-in
+    return SimpleNamespace(
+        kv_holding_waiting=FCFSRequestQueue(holders), waiting=FCFSRequestQueue(waiting)
+    )
 
 
-def test_who_has_lost_its_blocks_is_skipped_where_others_hold_some() -> None:
-    assert not proceeds()
-    assert proceeds(others=())
+def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none() -> None:
+    lost, holder, new = request(), request(32), request()
+    asked = scheduler([lost, holder], [new])
+    assert module.lets_holders_run(asked, lost) is True
+    assert list(asked.kv_holding_waiting) == [holder]
+    assert list(asked.waiting) == [lost, new]
 
 
-def test_who_has_received_goes_on() -> None:
-    assert proceeds(computed=128)
-    assert proceeds(computed=16)  # the blocks before the first that was lost
+@pytest.mark.parametrize("computed", [16, 32])
+def test_who_holds_blocks_stays(computed: int) -> None:
+    received, holder = request(computed), request(32)
+    asked = scheduler([received, holder], [])
+    assert module.lets_holders_run(asked, received) is False
+    assert list(asked.kv_holding_waiting) == [received, holder]
 
 
-def test_who_still_receives_does_not() -> None:
-    assert not proceeds(ready=False)
-    assert not proceeds(ready=False, others=())
+def test_where_nobody_else_holds_any_it_stays() -> None:
+    lost = request()
+    asked = scheduler([lost], [request()])
+    assert module.lets_holders_run(asked, lost) is False
+    assert list(asked.kv_holding_waiting) == [lost]
 
 
-def test_who_waits_for_something_else_is_as_on_stock() -> None:
-    assert proceeds(status=RequestStatus.WAITING)
+def test_a_new_request_without_room_stays() -> None:
+    """Holders that still receive were skipped, and stand in their queue again after the step."""
+    new, others = request(), [request(32), request(32)]
+    asked = scheduler(others, [new])
+    assert module.lets_holders_run(asked, new) is False
+    assert list(asked.waiting) == [new]
