@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.31.0 on: a request whose receive has failed does not hold up those that hold blocks.
+"""From 0.30.0 on: a request whose receive has failed does not hold up those that hold blocks.
 
 The scheduler looks first at who holds blocks: what has been received, or is about to be. If a
 receive of several KV-cache groups fails, the request is set back to its start and its blocks are
@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.request_queue import RequestQueue
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
 
@@ -22,8 +23,12 @@ def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     Returns:
         Whether it stood in front of others that do hold some; they are to be looked at now.
     """
-    holders = scheduler.kv_holding_waiting
-    if request.num_computed_tokens or len(holders) < 2 or holders.peek_request() is not request:
+    # In 0.30.0 it is a queue of those, too, that wait for something else.
+    known = hasattr(scheduler, "kv_holding_waiting")
+    holders: RequestQueue = getattr(scheduler, "kv_holding_waiting" if known else "skipped_waiting")
+    if not holders or holders.peek_request() is not request:
+        return False
+    if request.num_computed_tokens or not any(one.num_computed_tokens for one in holders):
         return False
     scheduler.waiting.prepend_request(holders.pop_request())
     return True

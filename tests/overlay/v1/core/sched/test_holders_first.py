@@ -8,25 +8,36 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
-module = pytest.importorskip("vllm_overlay.v1.core.sched.holders_first", reason="from 0.31.0 on")
+module = pytest.importorskip("vllm_overlay.v1.core.sched.holders_first", reason="from 0.30.0 on")
 
 
 def request(computed: int = 0) -> Any:  # noqa: ANN401 - a stand-in
     return SimpleNamespace(num_computed_tokens=computed)
 
 
-def scheduler(holders: list[Any], waiting: list[Any]) -> Any:  # noqa: ANN401 - a stand-in
-    return SimpleNamespace(
-        kv_holding_waiting=FCFSRequestQueue(holders), waiting=FCFSRequestQueue(waiting)
-    )
+def scheduler(holders: list[Any], waiting: list[Any], *, queue: str = "kv_holding_waiting") -> Any:  # noqa: ANN401 - a stand-in
+    return SimpleNamespace(**{queue: FCFSRequestQueue(holders)}, waiting=FCFSRequestQueue(waiting))
 
 
-def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none() -> None:
+@pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
+def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none(queue: str) -> None:
     lost, holder, new = request(), request(32), request()
-    asked = scheduler([lost, holder], [new])
+    asked = scheduler([lost, holder], [new], queue=queue)
     assert module.lets_holders_run(asked, lost) is True
-    assert list(asked.kv_holding_waiting) == [holder]
+    assert list(getattr(asked, queue)) == [holder]
     assert list(asked.waiting) == [lost, new]
+
+
+def test_who_holds_nothing_is_not_let_run_in_front_of_it() -> None:
+    """In 0.30.0, who waited for a grammar."""
+    lost, compiled = request(), request()
+    asked = scheduler([lost, compiled], [], queue="skipped_waiting")
+    assert module.lets_holders_run(asked, lost) is False
+    assert list(asked.skipped_waiting) == [lost, compiled]
+
+
+def test_where_all_were_skipped_there_is_nobody() -> None:
+    assert module.lets_holders_run(scheduler([], [new := request()]), new) is False
 
 
 @pytest.mark.parametrize("computed", [16, 32])
