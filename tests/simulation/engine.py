@@ -25,7 +25,6 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import numpy as np
 from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
@@ -60,9 +59,6 @@ except ModuleNotFoundError:
 
 HOST = "10.0.0."
 """Where engines listen; nothing is sent there."""
-
-_OTHER = np.uint64(2**64 - 1)
-"""What makes of the KV of a token that of another, whatever it is."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +259,8 @@ class Engine:
                 block_size=shape.block_size,
                 num_blocks=shape.blocks,
                 policy=shape.policy,
-                prefix_caching=not shape.states or shape.aligned,  # as by default
+                # Of states not by default.
+                prefix_caching=not shape.states or shape.aligned,
                 extra_config=shape.extra_config,
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
@@ -513,7 +510,8 @@ class Engine:
             right = self._right(work, text, end) if sound else 0
             work.rejected = len(work.guesses) - right
             kv = text.kv(start, end + len(work.guesses))
-            kv[len(kv) - work.rejected if sound else 0 :] ^= _OTHER
+            first = len(kv) - work.rejected if sound else 0
+            kv[first:] = ~kv[first:]  # of other tokens, or made of them
             for rank in self.ranks:
                 for group, table in enumerate(work.tables):
                     rank.cells.write(group, table, start, kv)
