@@ -21,8 +21,7 @@ def decoding(cached: Iterable[int] = ()) -> DecodeEngine:
     """One that guesses three tokens, and has computed a prompt that starts with these tokens."""
     engine = DecodeEngine()
     connect(engine.worker, "P", num_blocks=64)
-    # What a draft model makes of a scheduler; its configuration would want the model.
-    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = 3
+    engine.guess(3)
     if cached:
         engine.ask("before", [*cached, 999], max_tokens=1)
         engine.step()

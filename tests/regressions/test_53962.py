@@ -28,7 +28,7 @@ class GuessingEngine(DecodeEngine):
 
     def __init__(self, **config: Any) -> None:  # noqa: ANN401 - handed on
         super().__init__(**config)
-        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = self.guesses
+        self.guess(self.guesses)
         connect(self.worker, "P", num_blocks=400)
         self.ask("runs", range(5000, 5020), max_tokens=60)
         self.step()

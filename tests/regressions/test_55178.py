@@ -49,7 +49,7 @@ def received(engine: DecodeEngine, guesses: int) -> None:
 def decided(guesses: int, beside: int) -> tuple[DecodeEngine, SchedulerOutput]:
     """The step in which D computes the last token of a received prompt, beside so many others."""
     engine = engine_of(DecodeEngine, mode="none", guesses=guesses)
-    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = guesses
+    engine.guess(guesses)
     connect(engine.worker, "P")
     for number in range(beside):
         engine.ask(f"runs-{number}", range(100 * number, 100 * number + 20), max_tokens=50)

@@ -23,9 +23,7 @@ def asked(count: int, *, priority: bool = False) -> DecodeEngine:
         priority: by priorities, instead of first come, first served.
     """
     engine = DecodeEngine(num_blocks=2 * count + 1)  # one more is the null block
-    scheduler = engine.scheduler
-    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = 3
-    scheduler.use_eagle = True
+    engine.guess(3, eagle=True)
     if priority:
         engine.serve_by_priority()
     connect(engine.worker, "P")

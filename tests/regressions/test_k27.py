@@ -14,7 +14,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
 
 from tests.support.nixl_worker import GroupKind, connect
-from tests.support.overlapped_engine import OverlappedEngine, _Part
+from tests.support.overlapped_engine import OverlappedEngine, Part
 
 GUESSES = 3
 
@@ -30,9 +30,8 @@ class GuessingEngine(OverlappedEngine):
 
     def __init__(self, groups: Sequence[GroupKind]) -> None:
         super().__init__(groups=groups)
-        scheduler = self.scheduler
-        scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = GUESSES
-        scheduler._spec_token_placeholders = [-1] * GUESSES
+        self.guess(GUESSES)
+        self.scheduler._spec_token_placeholders = [-1] * GUESSES
         self._guesses: dict[str, int] = {}
 
     def _launch(self) -> SchedulerOutput:
@@ -48,7 +47,7 @@ class GuessingEngine(OverlappedEngine):
             )
         return decided
 
-    def _misread(self, part: _Part) -> Iterator[tuple[int, int]]:
+    def _misread(self, part: Part) -> Iterator[tuple[int, int]]:
         yield from super()._misread(part)
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         for manager, group in zip(managers, part.blocks, strict=True):

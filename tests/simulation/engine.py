@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import copy
-import dataclasses
 import os
 import pickle
 import queue
@@ -19,7 +18,6 @@ import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +33,6 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core import EngineCore, EngineCoreProc, EngineShutdownState
-from vllm.v1.kv_cache_interface import MambaSpec
 from vllm.v1.outputs import DraftTokenIds, KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
@@ -46,8 +43,7 @@ from tests.simulation.clock import Clock, Place
 from tests.simulation.side_channel import Listener
 from tests.simulation.text import WRONG, Text
 from tests.simulation.wire import Agent, Wire
-from tests.support import nixl_worker
-from tests.support.hybrid_engine import WHOLE
+from tests.support.hybrid_engine import WHOLE, states
 from tests.support.nixl_release import NixlConnectorScheduler, connector_module
 from tests.support.nixl_worker import GroupKind, make_worker
 from tests.support.offering import introduce
@@ -249,7 +245,8 @@ class Engine:
             agents.append(around.wire.agent(place))
             return agents[-1]
 
-        with around.clock.at(place), _blocks_of_states(shape):
+        mode = "align" if shape.aligned else "none"
+        with around.clock.at(place), states(shape.state_tokens, mode=mode):
             worker = make_worker(
                 engine_id=self.engine_id,
                 tp_size=shape.ranks,
@@ -660,20 +657,6 @@ class _Client(AsyncLLM):  # type: ignore[misc, unused-ignore]
 
     def __del__(self) -> None:
         pass
-
-
-def _blocks_of_states(shape: Shape) -> AbstractContextManager[object]:
-    """Have the harness make blocks of states for as many tokens as the shape says."""
-    plain = nixl_worker._spec
-    mode = "align" if shape.aligned else "none"
-
-    def spec(*args: Any) -> Any:  # noqa: ANN401 - of a KV-cache group
-        made = plain(*args)
-        if not isinstance(made, MambaSpec):
-            return made
-        return dataclasses.replace(made, block_size=shape.state_tokens, mamba_cache_mode=mode)
-
-    return mock.patch.object(nixl_worker, "_spec", spec)
 
 
 def _module_of(thing: object) -> object:

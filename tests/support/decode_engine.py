@@ -94,12 +94,22 @@ class DecodeEngine:
             log_stats=log_stats,
         )
 
+    def guess(self, count: int, *, eagle: bool = False) -> None:
+        """Keep places for so many guessed tokens of each request, as with speculative decoding.
+
+        Its configuration would want a draft model. `eagle`: one that reads the states of the model
+        that it guesses for.
+        """
+        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = count
+        self.scheduler.use_eagle = eagle
+
     def serve_by_priority(self) -> None:
         """Go by the requests' priorities, instead of first come, first served."""
         scheduler = self.scheduler
         scheduler.policy = SchedulingPolicy.PRIORITY
-        scheduler.waiting = create_request_queue(scheduler.policy)
-        scheduler.skipped_waiting = create_request_queue(scheduler.policy)
+        queues = {"waiting", "skipped_waiting", "kv_holding_waiting"}  # the last from 0.31.0 on
+        for queue in queues & vars(scheduler).keys():
+            setattr(scheduler, queue, create_request_queue(scheduler.policy))
 
     def ask(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
@@ -18,6 +19,27 @@ WHOLE = 4096
 """More tokens than a sequence has."""
 
 _Engine = TypeVar("_Engine", bound=DecodeEngine)
+
+
+def states(tokens: int, *, mode: str, guesses: int = 0) -> AbstractContextManager[object]:
+    """Have the harness make blocks of recurrent states for so many tokens.
+
+    Args:
+        tokens: after which there is another state, or room for one.
+        mode: see `engine_of`.
+        guesses: for each of which a sequence has a block more.
+    """
+    plain = nixl_worker._spec
+
+    def spec(*args: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
+        made = plain(*args)
+        if not isinstance(made, MambaSpec):
+            return made
+        return dataclasses.replace(
+            made, block_size=tokens, num_speculative_blocks=guesses, mamba_cache_mode=mode
+        )
+
+    return mock.patch.object(nixl_worker, "_spec", spec)
 
 
 def engine_of(
@@ -36,17 +58,7 @@ def engine_of(
         guesses: tokens that it guesses in a step.
         config: further arguments of `kind`; with `prefix_caching`, prefixes of states too.
     """
-    plain_spec = nixl_worker._spec
     tokens = WHOLE if mode == "none" else 16
-
-    def spec(*args: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
-        made = plain_spec(*args)
-        if not isinstance(made, MambaSpec):
-            return made
-        return dataclasses.replace(
-            made, block_size=tokens, num_speculative_blocks=guesses, mamba_cache_mode=mode
-        )
-
     plain_worker = nixl_worker.make_worker
 
     def worker(**words: Any) -> Any:  # noqa: ANN401 - see above
@@ -59,7 +71,7 @@ def engine_of(
         return scheduler(**words | {"block_size": tokens})  # as the engine core chooses it
 
     with (
-        mock.patch.object(nixl_worker, "_spec", spec),
+        states(tokens, mode=mode, guesses=guesses),
         mock.patch.object(decode_engine, "make_worker", worker),
         mock.patch.object(decode_engine, "Scheduler", partial(largest, Scheduler)),
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),

@@ -33,7 +33,7 @@ STOP = 9
 
 
 @dataclasses.dataclass(frozen=True)
-class _Part:
+class Part:
     """What a step does for one request: its tokens `start` up to `end`, in these blocks."""
 
     request: Request
@@ -46,7 +46,7 @@ class _Part:
 @dataclasses.dataclass(frozen=True)
 class _Step:
     decided: SchedulerOutput
-    parts: dict[str, _Part]
+    parts: dict[str, Part]
 
 
 class OverlappedEngine(DecodeEngine):
@@ -149,7 +149,7 @@ class OverlappedEngine(DecodeEngine):
             request = self.scheduler.requests[req_id]
             end = request.num_computed_tokens  # counted in advance
             blocks = [list(g) for g in self.scheduler.kv_cache_manager.get_block_ids(req_id)]
-            parts[req_id] = _Part(request, end - count, end, blocks, end >= request.num_tokens)
+            parts[req_id] = Part(request, end - count, end, blocks, end >= request.num_tokens)
             self.computed[req_id] = self.computed.get(req_id, 0) + count
         self.steps.append(_Step(decided, parts))
         self._land()
@@ -196,7 +196,7 @@ class OverlappedEngine(DecodeEngine):
                 if output.finish_reason is not None:
                     self.finished[output.request_id] = str(output.finish_reason)
 
-    def _sample(self, part: _Part) -> list[int]:
+    def _sample(self, part: Part) -> list[int]:
         if not part.samples:
             return []
         number = part.request.num_output_tokens + 1  # of which places for guesses are none
@@ -209,7 +209,7 @@ class OverlappedEngine(DecodeEngine):
             for token, place in self._places(tokens, group):
                 self.cache[place] = _kv(request, token)
 
-    def _misread(self, part: _Part) -> Iterator[tuple[int, int]]:
+    def _misread(self, part: Part) -> Iterator[tuple[int, int]]:
         """Yield where a step finds something else than what its first token looks back at."""
         managers = self.scheduler.kv_cache_manager.coordinator.single_type_managers
         null = self.scheduler.kv_cache_manager.block_pool.null_block.block_id

@@ -63,8 +63,7 @@ class PrefillEngine(DecodeEngine):
         )
         if step_tokens is not None:
             self.scheduler.max_num_scheduled_tokens = step_tokens
-        # What speculative decoding makes of a scheduler; its configuration would want a model.
-        self.scheduler.num_spec_tokens = self.scheduler.num_lookahead_tokens = drafts
+        self.guess(drafts)
         self.answers: dict[str, dict[str, Any] | None] = {}
         self.tokens: dict[str, list[int]] = defaultdict(list)
         self.handed_out: dict[str, list[int]] = {}

@@ -19,8 +19,7 @@ pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to
 def full(asked: int = 3, *, drafts: int = 3, spare: int = 0) -> DecodeEngine:
     """An engine whose cache is full of loads of two blocks each, `spare` blocks apart."""
     engine = DecodeEngine(num_blocks=2 * asked + 1 + spare)
-    engine.scheduler.num_spec_tokens = engine.scheduler.num_lookahead_tokens = drafts
-    engine.scheduler.use_eagle = True  # else a load has slots for guesses in 0.23.0 and 0.24.0
+    engine.guess(drafts, eagle=True)  # without, a load has slots for them in 0.23.0 and 0.24.0
     connect(engine.worker, "P")
     for number in range(asked):
         start = 1000 * number
@@ -123,8 +122,7 @@ def test_where_nothing_is_needed_to_run_nobody_gives_way() -> None:
 def test_who_runs_last_and_preempts_itself_makes_nobody_give_way(drafts: int) -> None:
     engine = DecodeEngine(num_blocks=8 if drafts else 7)
     scheduler = engine.scheduler
-    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = drafts
-    scheduler.use_eagle = bool(drafts)
+    engine.guess(drafts, eagle=bool(drafts))
     connect(engine.worker, "P")
     engine.ask("runs", range(30), max_tokens=40)
     engine.step()
@@ -157,8 +155,7 @@ def test_a_step_that_runs_is_waited_for() -> None:
     scheduler = engine.scheduler
     if not hasattr(scheduler.kv_cache_manager.block_pool, "_freed"):
         pytest.skip("up to 0.25.1")
-    scheduler.num_spec_tokens = scheduler.num_lookahead_tokens = 3
-    scheduler.use_eagle = True
+    engine.guess(3, eagle=True)
     engine.serve_by_priority()
     connect(engine.worker, "P", num_blocks=64)
     engine.ask("runs", range(40), max_tokens=20, stops_after=3)

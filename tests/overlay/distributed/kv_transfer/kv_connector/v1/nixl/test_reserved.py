@@ -109,8 +109,7 @@ LENGTHS = [1, 13, 14, 16, 17, 29, 30, 31, 32, 33, 48]
 def engine(drafts: int, groups: Any = ("full",), *, eagle: bool = False) -> DecodeEngine:  # noqa: ANN401
     made = DecodeEngine(groups=groups)
     connect(made.worker, "P", num_blocks=64)
-    made.scheduler.num_spec_tokens = made.scheduler.num_lookahead_tokens = drafts
-    made.scheduler.use_eagle = eagle
+    made.guess(drafts, eagle=eagle)
     return made
 
 
