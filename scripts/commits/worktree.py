@@ -6,20 +6,22 @@ import json
 import shutil
 import tempfile
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 
 from scripts.commits.patches import commit_hooks, release_repository
 from scripts.commits.stored import Change, Differ, stored, write
 from scripts.patchset.documents import documents
-from scripts.patchset.patch import Patch, read_patch
+from scripts.patchset.patch import Patch, apply_patches, read_patch
 from scripts.patchset.registry import Fix, Registry, load_registry
 from scripts.patchset.series import carried_releases, first_serving, patch_files, patch_for, served
 from scripts.patchset.target import Target
 from scripts.project import ROOT, project
 from scripts.system.console import out
-from scripts.system.errors import PatchDoesNotApplyError, UsageError
+from scripts.system.errors import PatchDoesNotApplyError, RegistryError, UsageError
 from scripts.system.files import replace_text, working_folder
 from scripts.system.git import Repository
+from scripts.upstream.tree import read_source
 
 WORKTREE = ROOT / ".work" / "edit"
 _STATE = WORKTREE / ".git" / "kvfix.json"
@@ -160,7 +162,7 @@ def finish() -> None:
     change = Change(release, {fix.id: patch}, alone=state["alone"])
     names = write(stored(registry, carried_releases(), change), registry)
     shutil.rmtree(WORKTREE)
-    _say(fix, release, names, together)
+    _say(fix, release, names, together, registry)
 
 
 def _together(fix: Fix, release: str) -> list[str]:
@@ -169,18 +171,40 @@ def _together(fix: Fix, release: str) -> list[str]:
     return by_first.get(first_serving(by_first, release) or "", [])
 
 
-def _say(fix: Fix, release: str, names: Collection[str], together: Collection[str]) -> None:
-    now = _together(fix, release)
+def _say(
+    fix: Fix,
+    release: str,
+    names: Collection[str],
+    together: Collection[str],
+    registry: Registry,
+) -> None:
+    served_now = _together(fix, release)
+    now = [one for one in served_now if _applies(fix, one, registry)]
     out.print(f"Fix {fix.id} on {', '.join(now)}: {fix.name}/{now[0]}.patch", markup=False)
     there = {f"{fix.name}/{path.name}" for path in patch_files(fix).values()}
     for name in names:
         gone = name.startswith(f"{fix.name}/") and name not in there
         out.print(f"  {'removed' if gone else 'wrote'} patches/{name}", markup=False)
-    if left := [one for one in together if one not in now]:
+    left = [one for one in together if one not in served_now]
+    without = [one for one in served_now if one not in now]
+    if left:
         out.print(f"[bold]As it was on {', '.join(left)}[/], where the new patch does not apply")
-        out.print(f"Now, if they need it too: nox -s edit -- {left[0]} {fix.id}")
+    if without:
+        out.print(f"[bold]Still none for {', '.join(without)}[/], where this one does not apply")
+    if needing := [*left, *without]:
+        out.print(f"Now, if they need it too: nox -s edit -- {needing[0]} {fix.id}")
     else:
         out.print("Now: nox -s lint")
+
+
+def _applies(fix: Fix, release: str, registry: Registry) -> bool:
+    """Whether the file that serves the release applies there; that of an earlier one may not."""
+    patches = [*_before(fix, release, registry), read_patch(patch_for(fix, release))]
+    try:
+        apply_patches(patches, partial(read_source, release))
+    except (PatchDoesNotApplyError, RegistryError):
+        return False
+    return True
 
 
 def changed_files(repository: Repository) -> list[str]:

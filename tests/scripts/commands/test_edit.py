@@ -187,3 +187,26 @@ def test_says_which_releases_the_patch_serves(checkout: Checkout) -> None:
     said = checkout.run("edit", "--continue").stdout
     assert "Fix 2 on 0.20.2: 2-a-name/0.20.2.patch" in said
     assert "wrote patches/2-a-name/0.20.2.patch" in said
+
+
+def test_says_where_the_first_patch_of_a_fix_does_not_apply(checkout: Checkout) -> None:
+    change = ("    return x + 9\n", "    return x + 99\n")
+    both = {"0.20.1": toys.FILES | {toys.WORKER: toys.changed(toys.WORKER, change)}}
+    both["0.20.2"] = toys.FILES
+    checkouts.carried(checkout, *both)
+    checkout.lock(
+        {
+            release: {f"vllm-{release}.tar.gz": checkouts.sdist_bytes(files, release)}
+            for release, files in both.items()
+        }
+    )
+    (checkout.patches / "2-a-name" / "0.20.2.patch").unlink()
+    [one] = checkout.patches.glob("1-*/0.20.2.patch")
+    one.rename(one.with_name("0.20.1.patch"))
+    assert ended(checkout, "0.20.1", "2") == ""
+    path = worktree(checkout) / toys.WORKER
+    path.write_text(path.read_text().replace("    return x + 99\n", "    return work1(x)\n"))
+    said = checkout.run("edit", "--continue").stdout
+    assert "Fix 2 on 0.20.1: 2-a-name/0.20.1.patch" in said
+    assert "Still none for 0.20.2" in said
+    assert "nox -s edit -- 0.20.2 2" in said
