@@ -47,10 +47,11 @@ def run_in_forks(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        temporary = {"TMPDIR": name}  # a fork ends without what removes its folders
         wanted = [
             {
                 "arguments": list(run.arguments),
-                "variables": environment.variables(run.shadow),
+                "variables": environment.variables(run.shadow) | temporary,
                 "seconds": timeout,
             }
             for run in runs
@@ -61,7 +62,7 @@ def run_in_forks(
         with (
             said.open("w", encoding="utf-8") as output,
             in_own_group(
-                command, cwd=stage(), env=environment.variables(None), output=output
+                command, cwd=stage(), env=environment.variables(None) | temporary, output=output
             ) as process,
         ):
             code = process.wait()
