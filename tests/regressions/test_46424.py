@@ -42,7 +42,7 @@ class Row(NamedTuple):
     prompt: int
     tokens: int = 1
     last: int = -1
-    """Which block of the request holds the first state of the step before; -1: not one with guesses."""
+    """The block with the first state of the step before; -1 where that had no guesses of it."""
     accepted: int = 1
     """Tokens of the step before that are the request's."""
 
@@ -99,12 +99,12 @@ class Runner(GPUModelRunner):
             block_table=[table],
         )
 
-    def __getattr__(self, name: str) -> None:
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - of each kind
         """What the release asks for, and a step of these rows needs not."""
 
 
 def blocks_of(rows: tuple[Row, ...]) -> torch.Tensor:
-    """The table: block 100 is the first one of the first request, 201 the second one of the next."""
+    """The table: 100 is the first block of the first request, 201 the second of the next one."""
     return torch.tensor([[100 * (n + 1) + i for i in range(12)] for n in range(len(rows))]).int()
 
 
@@ -190,7 +190,7 @@ def test_who_did_not_guess_before_goes_on_from_the_last_block() -> None:
 
 
 def test_what_a_preempted_request_computes_again_is_as_a_prompt() -> None:
-    """Its tokens are no guesses: the state after all of them counts, and is the one that is kept."""
+    """Its tokens are no guesses: the state after all of them is the one that is kept."""
     runs = Row(2 * BLOCK + 4, 20, last=2, accepted=2)
     again = Row(2 * BLOCK, 20, tokens=GUESSES)
     if EACH:
