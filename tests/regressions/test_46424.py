@@ -16,8 +16,12 @@ import pytest
 import torch
 from vllm.config import SpeculativeConfig
 from vllm.v1.attention.backends import mamba_attn
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadataBuilder,
+)
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.harness import building
@@ -71,8 +75,12 @@ class Runner(GPUModelRunner):
         self.speculative_config, self.drafter = config.speculative_config, None
         self.device, self.dcp_world_size = torch.device("cpu"), 1
         self.kv_cache_config = SimpleNamespace(kv_cache_groups=[group])
-        layers = SimpleNamespace(
-            layer_names=group.layer_names, get_metadata_builder=lambda *_: builder
+        layers = AttentionGroup(
+            backend=Mamba2AttentionBackend,
+            layer_names=group.layer_names,
+            kv_cache_spec=group.kv_cache_spec,
+            kv_cache_group_id=0,
+            metadata_builders=[builder],
         )
         self.attn_groups = [[layers]]
         starts = [0]
