@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from typing import Any
 
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 
 from tests.support.harness import HarnessError
-from tests.support.idle_engine import IdleCore, IdleEngine
+from tests.support.idle_engine import IdleCore, IdleEngine, wait_for
 from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
 from tests.support.serving_app import ENDPOINTS, REMOTE, body, serving
 
@@ -108,12 +107,8 @@ def test_an_idle_engine_goes_on_until_p_has_been_told() -> None:
     script_handshake(engine.worker, shake_hands)
     with IdleCore(engine) as idle:
         idle.call(leave)
-        time.sleep(0.1)
+        idle.comes_to(lambda: idle.steps > 3)
         met.set()
-        end = time.monotonic() + 5
-        while not nixl_of(engine.worker).heard and time.monotonic() < end:
-            time.sleep(0.01)
+        idle.comes_to(lambda: nixl_of(engine.worker).heard)
         assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
-        taken = idle.steps
-        time.sleep(0.5)
-        assert idle.steps <= taken + 1  # and then it rests
+        assert wait_for(lambda: idle.core.input_queue.is_all), "it takes steps for nothing"
