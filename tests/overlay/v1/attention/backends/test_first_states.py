@@ -1,0 +1,71 @@
+"""Which states are zeroed before a step, and that all others are left as they were."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+import torch
+
+from tests.regressions.test_51565 import BEFORE, CASES, begins_with, told_of
+from tests.support.release import since
+
+pytest.importorskip("vllm_overlay.v1.attention.backends.first_states", reason="0.19.1 to 0.30.0")
+
+FIRST = [(40, 1), (0, 1)]
+
+
+def zeroed(*rows: tuple[int, int], **changes: Any) -> list[int]:  # noqa: ANN401
+    """The blocks of states that are zero after a step of these rows has been told."""
+    _, parts = told_of(rows, **changes)
+    [found] = {
+        tuple(block for block in range(len(part)) if not part[block].any()) for part in parts
+    }
+    for part in parts:
+        assert set(part.unique().tolist()) <= {0, BEFORE}
+    return list(found)
+
+
+def test_the_block_of_a_first_token_and_no_other() -> None:
+    assert zeroed(*FIRST) == [2]
+    assert zeroed((0, 1), (40, 1), (0, 1)) == [1, 3]
+
+
+@pytest.mark.parametrize("row", [(40, 1), (1, 1), (16, 1), (0, 2), (0, 12), (4, 12), (0, 0)])
+def test_no_other_row_is_a_first_token(row: tuple[int, int]) -> None:
+    assert zeroed((40, 1), row) == []
+
+
+def test_rows_of_a_capture_or_a_dummy_step_are_none() -> None:
+    assert zeroed((0, 1), (0, 1), is_prefilling=torch.tensor([False, False])) == []
+
+
+def test_a_part_of_a_step_that_does_not_say_who_is_a_prompt_is_as_on_stock() -> None:
+    assert zeroed(*FIRST, is_prefilling=None) == []
+
+
+def test_without_lengths_on_the_host_all_is_as_on_stock() -> None:
+    assert zeroed(*FIRST, _seq_lens_cpu=None, seq_lens_cpu_upper_bound=None) == []
+
+
+def test_with_asynchronous_guesses_the_bound_is_enough() -> None:
+    if not since("0.20.0"):
+        pytest.skip("nothing bounds them there")
+    assert zeroed(*FIRST, _seq_lens_cpu=None, _num_computed_tokens_cpu=None) == [2]
+
+
+def test_what_the_step_is_told_is_what_stock_tells() -> None:
+    """It stays a decode's row."""
+    told, _ = told_of(FIRST)
+    assert (told.num_decodes, told.num_prefills) == (2, 0)
+
+
+@pytest.mark.parametrize("rows", CASES, ids=" ".join)
+def test_kimi_k3_keeps_its_own_metadata(rows: dict[str, tuple[int, int]]) -> None:
+    if not since("0.27.0"):
+        pytest.skip("from 0.27.0 on")
+    module = importlib.import_module("vllm.models.kimi_k3.nvidia.kda_metadata")
+    told, parts = told_of(list(rows.values()), module.KimiK3KDAMetadataBuilder)
+    for number, (computed, _) in enumerate(rows.values()):
+        assert begins_with(told, parts, number) == (BEFORE if computed else 0)

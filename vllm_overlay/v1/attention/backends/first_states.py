@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""0.19.1 to 0.30.0: a prompt whose first step is one token goes on from nothing.
+
+The metadata of gated delta nets counts each row of one token as a decode, which reads the state in
+its request's block. Of a first token nothing has written one: what lies there is of whoever had the
+block before. So that is zeroed, which is what a first state is. It stays a decode's row: CUDA
+graphs of decodes hang on that.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from vllm.v1.attention.backend import CommonAttentionMetadata
+
+_Builder = TypeVar("_Builder", bound=type)
+
+
+def begins_from_nothing(builder: _Builder) -> _Builder:
+    """Have a metadata builder of recurrent layers zero states that a step reads and nobody wrote.
+
+    On the device's queue, before the step. A class that builds as its base does needs no more
+    than that.
+    """
+    init, build = builder.__init__, builder.build  # type: ignore[misc, attr-defined]
+
+    @functools.wraps(init)
+    def with_layers(
+        self: Any,  # noqa: ANN401 - the builder's
+        kv_cache_spec: Any,  # noqa: ANN401
+        layer_names: list[str],
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> None:
+        init(self, kv_cache_spec, layer_names, *args, **kwargs)
+        self.layer_names = layer_names  # its own constructor does not keep them
+
+    @functools.wraps(build)
+    def from_nothing(
+        self: Any,  # noqa: ANN401
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        *args: Any,  # noqa: ANN401
+        **kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        _zero_first_states(self, common_attn_metadata)
+        return build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+
+    builder.__init__ = with_layers  # type: ignore[misc]
+    builder.build = from_nothing  # type: ignore[attr-defined]
+    return builder
+
+
+def _zero_first_states(builder: Any, common: CommonAttentionMetadata) -> None:  # noqa: ANN401
+    """Zero the states of rows that are one token, the first of their request."""
+    ends = getattr(common, "seq_lens_cpu_upper_bound", None)  # from 0.20.0 on; exact for prompts
+    if ends is None:
+        ends = common._seq_lens_cpu  # up to 0.19.1; none with asynchronous guesses
+    prompts = common.is_prefilling  # not the rows of a capture or a dummy step
+    if ends is None or prompts is None:
+        return
+    lengths = torch.diff(common.query_start_loc_cpu)
+    rows = torch.nonzero((lengths == 1) & (ends == 1) & prompts).flatten()
+    if not len(rows):
+        return
+    # The first block in each mode: of one token there is no later one.
+    blocks = common.block_table_tensor[rows.to(common.block_table_tensor.device), 0].long()
+    layers = builder.vllm_config.compilation_config.static_forward_context
+    for name in builder.layer_names:
+        for part in layers[name].kv_cache:
+            part[blocks] = 0
