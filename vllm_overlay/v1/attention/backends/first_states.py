@@ -59,7 +59,8 @@ def _zero_first_states(builder: Any, common: CommonAttentionMetadata) -> None:  
     """Zero the states of rows that are one token, the first of their request."""
     ends = getattr(common, "seq_lens_cpu_upper_bound", None)  # from 0.20.0 on; exact for prompts
     if ends is None:
-        ends = common._seq_lens_cpu  # up to 0.19.1; none with asynchronous guesses
+        # Up to 0.29.0; in 0.19.1, which has nothing else, none with asynchronous guesses.
+        ends = getattr(common, "_seq_lens_cpu", None)
     prompts = common.is_prefilling  # not the rows of a capture or a dummy step
     if ends is None or prompts is None:
         return
