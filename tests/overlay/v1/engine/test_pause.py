@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-pause = pytest.importorskip("vllm_overlay.v1.engine.pause", reason="up to 0.30.0")
-tells_who_asked = pause.tells_who_asked
+pytest.importorskip("vllm_overlay.v1.engine.pause", reason="up to 0.30.0")
+from vllm_overlay.v1.engine.pause import tells_who_asked
 
 ENGINE: Any = object()
 
