@@ -1,6 +1,7 @@
 """Small models with random weights and one token for each byte: nothing is downloaded.
 
-A Llama, and a Nemotron-H with recurrent states beside its attention. The weights are drawn so that
+A Llama, and two with recurrent states beside their attention: a Nemotron-H, and a Qwen3.5, whose
+states are of gated delta nets. The weights are drawn so that
 greedy tokens hang on what is cached: attention is sharp and, as a state, adds as much to the
 residual stream as the token itself. A block that lands in the wrong place, or not at all, gives
 other tokens.
@@ -32,6 +33,10 @@ _PATTERN = "M*-M"
 _STATE = 16
 _STATE_HEADS = 4
 _KERNEL = 4
+
+_DELTA_LAYERS = ("linear_attention", "full_attention", "linear_attention")
+_DELTA_HEADS = 2
+_DELTA_DIM = 64  # of a head, the smallest that vLLM's kernel for CPUs takes
 
 _Weights = dict[str, np.ndarray]
 _Random = np.random.Generator
@@ -84,6 +89,33 @@ def make_hybrid(folder: Path) -> Path:
         "tie_word_embeddings": False,
     }
     return _write(folder, config, _nemotron)
+
+
+def make_delta_net(folder: Path) -> Path:
+    """Write the Qwen3.5 into `folder` and return it; the same files each time."""
+    config = {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": _HIDDEN,
+        "intermediate_size": _INNER,
+        "num_hidden_layers": len(_DELTA_LAYERS),
+        "layer_types": _DELTA_LAYERS,
+        "num_attention_heads": _HEADS,
+        "num_key_value_heads": _HEADS,
+        "head_dim": _HIDDEN // _HEADS,
+        "linear_conv_kernel_dim": _KERNEL,
+        "linear_num_key_heads": _DELTA_HEADS,
+        "linear_num_value_heads": _DELTA_HEADS,
+        "linear_key_head_dim": _DELTA_DIM,
+        "linear_value_head_dim": _DELTA_DIM,
+        "mamba_ssm_dtype": "float32",
+        "hidden_act": "silu",
+        "max_position_embeddings": CONTEXT,
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": False,
+    }
+    return _write(folder, config, _qwen)
 
 
 def _write(
@@ -147,6 +179,56 @@ def _nemotron(random: _Random, vocabulary: int) -> _Weights:
             weights[f"{name}.up_proj.weight"] = matrix(_INNER, _HIDDEN)
             weights[f"{name}.down_proj.weight"] = matrix(_HIDDEN, _INNER)
     return weights
+
+
+def _qwen(random: _Random, vocabulary: int) -> _Weights:
+    matrix = functools.partial(_matrix, random)
+    one = np.zeros(_HIDDEN, dtype=np.float32)  # its norms have a weight of one more than they say
+    weights = {
+        "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, _HIDDEN**0.5),
+        "model.norm.weight": one,
+        "lm_head.weight": matrix(vocabulary, _HIDDEN),
+    }
+    for layer, kind in enumerate(_DELTA_LAYERS):
+        name = f"model.layers.{layer}"
+        weights |= {
+            f"{name}.input_layernorm.weight": one,
+            f"{name}.post_attention_layernorm.weight": one,
+            **(_gated if kind == "full_attention" else _delta_net)(random, name),
+            f"{name}.mlp.gate_proj.weight": matrix(_INNER, _HIDDEN),
+            f"{name}.mlp.up_proj.weight": matrix(_INNER, _HIDDEN),
+            f"{name}.mlp.down_proj.weight": matrix(_HIDDEN, _INNER),
+        }
+    return weights
+
+
+def _gated(random: _Random, layer: str) -> _Weights:
+    """Attention whose heads have a gate each, beside the query, and norms."""
+    name = f"{layer}.self_attn"
+    head = np.ones(_HIDDEN // _HEADS, dtype=np.float32)
+    return {
+        **_attention(random, name),
+        f"{name}.q_proj.weight": _matrix(random, 2 * _HIDDEN, _HIDDEN),
+        f"{name}.q_norm.weight": head,
+        f"{name}.k_norm.weight": head,
+    }
+
+
+def _delta_net(random: _Random, layer: str) -> _Weights:
+    """A layer whose state forgets slowly, like `_state`."""
+    name = f"{layer}.linear_attn"
+    inner = _DELTA_HEADS * _DELTA_DIM
+    return {
+        f"{name}.in_proj_qkv.weight": _matrix(random, 3 * inner, _HIDDEN),
+        f"{name}.in_proj_z.weight": _matrix(random, inner, _HIDDEN),
+        f"{name}.in_proj_b.weight": _matrix(random, _DELTA_HEADS, _HIDDEN),
+        f"{name}.in_proj_a.weight": _matrix(random, _DELTA_HEADS, _HIDDEN),
+        f"{name}.conv1d.weight": _matrix(random, 3 * inner, _KERNEL)[:, None],
+        f"{name}.A_log": np.full(_DELTA_HEADS, -4.0, dtype=np.float32),
+        f"{name}.dt_bias": np.zeros(_DELTA_HEADS, dtype=np.float32),
+        f"{name}.norm.weight": np.ones(_DELTA_DIM, dtype=np.float32),
+        f"{name}.out_proj.weight": _matrix(random, _HIDDEN, inner, 2.0),
+    }
 
 
 def _attention(random: _Random, name: str) -> _Weights:
