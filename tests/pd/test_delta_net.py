@@ -11,13 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.pd.client import body, tokens_of
-from tests.pd.deployment import PROMPTS, TOKENS, Note, Plain, Start, leases_of
+from tests.pd.client import body, prefill, tokens_of
+from tests.pd.deployment import PROMPTS, Note, Plain, Start, leases_of
 from tests.pd.model import make_delta_net
 from tests.pd.server import Server
-from tests.pd.test_block_size import wrong
 
-_SHORT = ("AB", "CD", "EF", "GH")
+_SHORT = ("OV", "Qe", "AR", "CZ")
+"""Prompts with clear answers: in each of the first tokens the second best is 0.2 behind.
+
+The kernels for CPUs round to 16 bits, and a step of two tokens otherwise than two steps of one:
+logits differ by 0.03 where nothing is wrong."""
+_CLEAR = 2
+"""How many tokens of an answer are compared."""
 _BLOCKS = 32
 """So few that each has been of some request before long."""
 _LEASE_S = 300
@@ -52,7 +57,7 @@ def delta_net(start: Start, model: Path) -> DeltaNet:
 def known(delta_net: DeltaNet) -> Plain:
     """The tokens of a server without P/D, one that has computed nothing before."""
     server = delta_net("plain").wait_ready()
-    answers = [server.post("/v1/completions", body(one, TOKENS)).json() for one in _SHORT]
+    answers = [server.post("/v1/completions", body(one, _CLEAR)).json() for one in _SHORT]
     server.stop()
     return {one: tokens_of(answer)[0] for one, answer in zip(_SHORT, answers, strict=True)}
 
@@ -65,8 +70,11 @@ def test_a_prompt_of_two_tokens(delta_net: DeltaNet, known: Plain, note: Note) -
     d.wait_ready()
     used = body(list(PROMPTS[: 2 * _BLOCKS]), 1)
     p.post("/v1/completions", used).raise_for_status()
-    assert len({*map(tuple, known.values())}) == len(_SHORT)
-    differing = wrong(p, d, known, iter(_SHORT))
-    note(wrong_answers=len(differing))
+    got = {}
+    for prompt in _SHORT:
+        asked = body(prompt, _CLEAR, kv_transfer_params=prefill(p, prompt))
+        answer = d.post("/v1/completions", asked).raise_for_status()
+        got[prompt] = tokens_of(answer.json())[0]
+    note(wrong_answers=sum(got[prompt] != known[prompt] for prompt in _SHORT))
     assert d.metric("nixl_bytes_transferred_sum") > 0
-    assert differing == {}
+    assert got == known
