@@ -1,4 +1,4 @@
-"""Gated delta nets (Qwen3-Next, Qwen3.5): a request's state begins with nothing, whatever its length.
+"""Gated delta nets (Qwen3-Next, Qwen3.5): a state begins with nothing, however short the prompt.
 
 P drops a prompt's last token, so of a prompt of two tokens it computes one, which looks like a step
 of an answer. Up to 0.30.0 vLLM takes it for one, and goes on from what the state's block holds.
