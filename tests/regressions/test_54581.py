@@ -28,7 +28,7 @@ P_MODES = ["keep", "wait", "abort"]
 D_MODES = ["keep", "wait", "abort"]
 if since("0.22.0"):  # a pause waits for the transfers of finished requests
     P_MODES, D_MODES = [], ["keep", "wait"]
-if since("0.33.0"):  # "wait" waits for those of waiting ones too
+if since("0.32.0"):  # "wait" waits for those of waiting ones too
     D_MODES = ["keep"]
 
 CALLS = [(side, mode) for side, modes in (("P", P_MODES), ("D", D_MODES)) for mode in modes]
