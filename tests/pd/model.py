@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +40,7 @@ _DELTA_DIM = 64  # of a head, the smallest that vLLM's kernel for CPUs takes
 
 _Weights = dict[str, np.ndarray]
 _Random = np.random.Generator
+_Mixer = Callable[[_Random, str], _Weights]
 
 
 def make_model(folder: Path) -> Path:
@@ -140,24 +141,34 @@ def _matrix(random: _Random, rows: int, columns: int, gain: float = 1.0) -> np.n
 
 
 def _llama(random: _Random, vocabulary: int) -> _Weights:
+    return _decoder(random, vocabulary, np.ones(_HIDDEN, dtype=np.float32), [_plain] * _LAYERS)
+
+
+def _decoder(
+    random: _Random, vocabulary: int, norm: np.ndarray, mixers: Sequence[_Mixer]
+) -> _Weights:
+    """A model whose layers have each a mixer and a gated network, behind norms of one weight."""
     matrix = functools.partial(_matrix, random)
-    ones = np.ones(_HIDDEN, dtype=np.float32)
     weights = {
         "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, _HIDDEN**0.5),
-        "model.norm.weight": ones,
+        "model.norm.weight": norm,
         "lm_head.weight": matrix(vocabulary, _HIDDEN),
     }
-    for layer in range(_LAYERS):
+    for layer, mixer in enumerate(mixers):
         name = f"model.layers.{layer}"
         weights |= {
-            f"{name}.input_layernorm.weight": ones,
-            f"{name}.post_attention_layernorm.weight": ones,
-            **_attention(random, f"{name}.self_attn"),
+            f"{name}.input_layernorm.weight": norm,
+            f"{name}.post_attention_layernorm.weight": norm,
+            **mixer(random, name),
             f"{name}.mlp.gate_proj.weight": matrix(_INNER, _HIDDEN),
             f"{name}.mlp.up_proj.weight": matrix(_INNER, _HIDDEN),
             f"{name}.mlp.down_proj.weight": matrix(_HIDDEN, _INNER),
         }
     return weights
+
+
+def _plain(random: _Random, layer: str) -> _Weights:
+    return _attention(random, f"{layer}.self_attn")
 
 
 def _nemotron(random: _Random, vocabulary: int) -> _Weights:
@@ -182,24 +193,9 @@ def _nemotron(random: _Random, vocabulary: int) -> _Weights:
 
 
 def _qwen(random: _Random, vocabulary: int) -> _Weights:
-    matrix = functools.partial(_matrix, random)
-    one = np.zeros(_HIDDEN, dtype=np.float32)  # its norms have a weight of one more than they say
-    weights = {
-        "model.embed_tokens.weight": matrix(vocabulary, _HIDDEN, _HIDDEN**0.5),
-        "model.norm.weight": one,
-        "lm_head.weight": matrix(vocabulary, _HIDDEN),
-    }
-    for layer, kind in enumerate(_DELTA_LAYERS):
-        name = f"model.layers.{layer}"
-        weights |= {
-            f"{name}.input_layernorm.weight": one,
-            f"{name}.post_attention_layernorm.weight": one,
-            **(_gated if kind == "full_attention" else _delta_net)(random, name),
-            f"{name}.mlp.gate_proj.weight": matrix(_INNER, _HIDDEN),
-            f"{name}.mlp.up_proj.weight": matrix(_INNER, _HIDDEN),
-            f"{name}.mlp.down_proj.weight": matrix(_HIDDEN, _INNER),
-        }
-    return weights
+    norm = np.zeros(_HIDDEN, dtype=np.float32)  # its norms have a weight of one more than they say
+    mixers = [_gated if kind == "full_attention" else _delta_net for kind in _DELTA_LAYERS]
+    return _decoder(random, vocabulary, norm, mixers)
 
 
 def _gated(random: _Random, layer: str) -> _Weights:

@@ -15,30 +15,13 @@ from vllm.v1.attention.backends.mamba1_attn import Mamba1AttentionMetadataBuilde
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.attention.backends.utils import split_decodes_and_prefills
 
+from tests.support.step_rows import step
+
 pytest.importorskip("vllm_overlay.v1.worker.accepted_states", reason="0.22.0 to 0.31.0")
 from vllm_overlay.v1.worker.accepted_states import with_accepted_states
 
 _Row = tuple[int, int, bool]
 """Tokens computed before, tokens of the step, and whether they are of a prompt."""
-
-
-def step(*rows: _Row) -> CommonAttentionMetadata:
-    computed, queries, prefilling = zip(*rows, strict=True)
-    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    ends = torch.tensor(computed, dtype=torch.int32) + torch.diff(starts)
-    return CommonAttentionMetadata(
-        query_start_loc=starts,
-        query_start_loc_cpu=starts,
-        seq_lens=ends,
-        seq_lens_cpu_upper_bound=ends,
-        num_reqs=len(rows),
-        num_actual_tokens=sum(queries),
-        max_query_len=max(queries),
-        max_seq_len=int(ends.max()),
-        block_table_tensor=torch.zeros(len(rows), 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(sum(queries), dtype=torch.int64),
-        is_prefilling=torch.tensor(prefilling),
-    )
 
 
 STEP = step((20, 1, False), (32, 3, False), (39, 1, True), (0, 9, True))
