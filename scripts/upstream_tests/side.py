@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from subprocess import Popen
 
 WORK = ROOT / ".work" / "upstream"
-PLUGINS = tuple(
-    ROOT / "tests" / "support" / f"{name}.py" for name in ("vllm_cpu", "frozen", "frozen_for_good")
-)
+PLUGINS = tuple(ROOT / "tests" / "support" / f"{name}.py" for name in ("vllm_cpu", "frozen"))
 LIMIT = 120.0  # seconds for one test
 _GRACE = 60.0  # seconds more without a word from pytest, after which it is past saving
 _START = 900.0  # seconds until the first word: vLLM is imported, on a busy machine and uncompiled

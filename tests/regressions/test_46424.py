@@ -14,8 +14,6 @@ from unittest import mock
 
 import pytest
 import torch
-from vllm.config import SpeculativeConfig
-from vllm.v1.attention.backends import mamba_attn
 from vllm.v1.attention.backends.mamba2_attn import (
     Mamba2AttentionBackend,
     Mamba2AttentionMetadataBuilder,
@@ -25,8 +23,9 @@ from vllm.v1.worker.utils import AttentionGroup
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.harness import building
-from tests.support.hybrid_engine import engine_of
+from tests.support.hybrid_engine import engine_of, speculate, states_of
 from tests.support.release import since
+from tests.support.step_rows import without_kernels
 
 GUESSES = 3
 BLOCK = 16
@@ -119,27 +118,17 @@ def blocks_of(rows: tuple[Row, ...]) -> torch.Tensor:
 @building("what the mixer of a Mamba-2 layer is told of a step")
 def metadata(mode: str, rows: tuple[Row, ...]) -> Any:  # noqa: ANN401 - the release's class
     """Have the runner make it of a step in which nobody guesses."""
-    worker = engine_of(DecodeEngine, mode=mode, guesses=GUESSES).worker
-    config = worker.vllm_config
+    engine = engine_of(DecodeEngine, mode=mode, guesses=GUESSES)
+    config = engine.worker.vllm_config
     config.cache_config.mamba_cache_mode = mode
     config.model_config.hf_text_config.mamba_chunk_size = 16
-    config.speculative_config = SpeculativeConfig(
-        method="ngram",  # one that needs no second model
-        prompt_lookup_max=2,
-        num_speculative_tokens=GUESSES,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    [group] = [g for g in worker.kv_cache_config.kv_cache_groups if "group1" in g.layer_names[0]]
+    speculate(config, GUESSES)
+    group = states_of(engine)
     builder = Mamba2AttentionMetadataBuilder(
         group.kv_cache_spec, group.layer_names, config, torch.device("cpu")
     )
     tokens = sum(row.tokens for row in rows)
-    nothing = (None, None, None)
-    with (  # what only the kernels for prompts want to know goes to the device, and needs one
-        mock.patch.object(builder, "_build_chunk_metadata_tensors", return_value=nothing),
-        mock.patch.object(mamba_attn, "compute_causal_conv1d_metadata", return_value=nothing),
-    ):
+    with without_kernels(builder):
         told, _ = Runner(rows, group, builder)._build_attention_metadata(
             num_tokens=tokens,
             num_reqs=len(rows),

@@ -9,23 +9,20 @@ state after each, and the one after what was accepted is gone on with.
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-from vllm.config import SpeculativeConfig
-from vllm.v1.attention.backend import CommonAttentionMetadata
-from vllm.v1.attention.backends import mamba_attn
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.harness import building
-from tests.support.hybrid_engine import engine_of
+from tests.support.hybrid_engine import engine_of, speculate, states_of
 from tests.support.nixl_worker import connect, nixl_of, peer_port
 from tests.support.prefill_engine import PrefillEngine
+from tests.support.step_rows import step as step_of
+from tests.support.step_rows import without_kernels
 
 PROMPT = range(1000, 1040)
 
@@ -70,40 +67,18 @@ def metadata(engine: DecodeEngine, step: SchedulerOutput, guesses: int) -> tuple
     queries = [step.num_scheduled_tokens[row] for row in rows]
     # The scheduler has counted them already.
     computed = [requests[row].num_computed_tokens - n for row, n in zip(rows, queries, strict=True)]
-    ends = [done + n for done, n in zip(computed, queries, strict=True)]
     drafts = [len(step.scheduled_spec_decode_tokens.get(row, ())) for row in rows]
-    starts = torch.tensor([0, *queries]).cumsum(0).to(torch.int32)
-    prompts = [requests[row].num_prompt_tokens for row in rows]
-    fields: dict[str, Any] = {
-        "query_start_loc": starts,
-        "query_start_loc_cpu": starts,
-        "seq_lens": torch.tensor(ends, dtype=torch.int32),
-        "_seq_lens_cpu": torch.tensor(ends, dtype=torch.int32),
-        "seq_lens_cpu_upper_bound": torch.tensor(ends, dtype=torch.int32),
-        "_num_computed_tokens_cpu": torch.tensor(computed, dtype=torch.int32),
-        "num_reqs": len(rows),
-        "num_actual_tokens": sum(queries),
-        "max_query_len": max(queries),
-        "max_seq_len": max(ends),
-        "block_table_tensor": torch.arange(1, 1 + 4 * len(rows), dtype=torch.int32).view(-1, 4),
-        "slot_mapping": torch.zeros(sum(queries), dtype=torch.int64),
-        "is_prefilling": torch.tensor(
-            [n < all_ for n, all_ in zip(computed, prompts, strict=True)]
+    common = step_of(
+        *(
+            (done, n, done < requests[row].num_prompt_tokens)
+            for row, done, n in zip(rows, computed, queries, strict=True)
         ),
-    }
-    known = {field.name for field in dataclasses.fields(CommonAttentionMetadata)}
+        columns=4,
+    )
     config = engine.worker.vllm_config
     config.model_config.hf_text_config.mamba_chunk_size = 16
-    config.speculative_config = SpeculativeConfig(
-        method="ngram",  # one that needs no second model
-        prompt_lookup_max=2,
-        num_speculative_tokens=guesses,
-        target_model_config=config.model_config,
-        target_parallel_config=config.parallel_config,
-    )
-    [group] = [
-        g for g in engine.worker.kv_cache_config.kv_cache_groups if "group1" in g.layer_names[0]
-    ]
+    speculate(config, guesses)
+    group = states_of(engine)
     builder = Mamba2AttentionMetadataBuilder(
         group.kv_cache_spec, group.layer_names, config, torch.device("cpu")
     )
@@ -114,12 +89,7 @@ def metadata(engine: DecodeEngine, step: SchedulerOutput, guesses: int) -> tuple
             dtype=torch.int32,
         ),
     }
-    common = CommonAttentionMetadata(**{k: v for k, v in fields.items() if k in known})
-    nothing = (None, None, None)
-    with (  # what only the kernels for prompts want to know goes to the device, and needs one
-        mock.patch.object(builder, "_build_chunk_metadata_tensors", return_value=nothing),
-        mock.patch.object(mamba_attn, "compute_causal_conv1d_metadata", return_value=nothing),
-    ):
+    with without_kernels(builder):
         return rows, builder.build(0, common, **told)
 
 

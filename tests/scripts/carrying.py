@@ -93,7 +93,7 @@ _FILES = {
     "tests/support/vllm_cpu.py": "",
     **{
         f"tests/support/{name}.py": (ROOT / "tests" / "support" / f"{name}.py").read_text()
-        for name in ("harness", "raised", "frozen", "frozen_for_good")
+        for name in ("harness", "raised", "frozen")
     },
     "tests/programs/forks.py": (ROOT / "tests" / "programs" / "forks.py").read_text(),
     "tests/programs/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",

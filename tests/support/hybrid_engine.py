@@ -8,9 +8,10 @@ from functools import partial
 from typing import Any, TypeVar
 from unittest import mock
 
+from vllm.config import SpeculativeConfig, VllmConfig
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec, MambaSpec
 
 from tests.support import decode_engine, nixl_worker, prefill_engine
 from tests.support.decode_engine import DecodeEngine
@@ -77,3 +78,21 @@ def engine_of(
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
     ):
         return kind(groups=("full", "mamba"), **config)
+
+
+def states_of(engine: DecodeEngine) -> KVCacheGroupSpec:
+    """The group of layers that keep states."""
+    groups = engine.worker.kv_cache_config.kv_cache_groups
+    [group] = [one for one in groups if isinstance(one.kv_cache_spec, MambaSpec)]
+    return group
+
+
+def speculate(config: VllmConfig, guesses: int) -> None:
+    """Have what is made of a configuration guess so many tokens, in a way that needs no model."""
+    config.speculative_config = SpeculativeConfig(
+        method="ngram",
+        prompt_lookup_max=2,
+        num_speculative_tokens=guesses,
+        target_model_config=config.model_config,
+        target_parallel_config=config.parallel_config,
+    )
