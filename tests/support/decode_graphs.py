@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -104,6 +104,27 @@ class _Runner(GPUModelRunner):
         raise AssertionError("the runner decided nothing")
 
 
+def replay_graphs(config: VllmConfig, guesses: int = 0) -> None:
+    """Have an engine of this configuration replay graphs for up to 8 requests that decode."""
+    sizes = [(1 + guesses) * requests for requests in range(1, 9)]
+    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+
+
+def buffer_of(builder: Any, guesses: int = 0) -> torch.Tensor:  # noqa: ANN401 - of each kind
+    """Where a graph finds each row's first block; `EARLIER` lies there."""
+    buffer: torch.Tensor = (
+        builder.state_indices_tensor_d
+        if isinstance(builder, MAMBA2)
+        else builder.spec_state_indices_tensor
+        if guesses
+        else builder.non_spec_state_indices_tensor
+    )
+    buffer.fill_(EARLIER)
+    return buffer.view(len(buffer), -1)[:, 0]
+
+
 @building("what layers with states are told of a step")
 def graph_reads(
     layers: type[GDNAttentionMetadataBuilder | Mamba2AttentionMetadataBuilder],
@@ -124,22 +145,12 @@ def graph_reads(
     config.model_config.hf_text_config.mamba_chunk_size = 16
     if guesses:
         speculate(config, guesses)
-    sizes = [(1 + guesses) * requests for requests in range(1, 9)]
-    config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-    config.compilation_config.cudagraph_capture_sizes = sizes
-    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    replay_graphs(config, guesses)
     if not _Runner(rows, engine).replays(rows):
         return None
     group = states_of(engine)
     builder = layers(group.kv_cache_spec, group.layer_names, config, torch.device("cpu"))
-    buffer = (
-        builder.state_indices_tensor_d
-        if isinstance(builder, MAMBA2)
-        else builder.spec_state_indices_tensor
-        if guesses
-        else builder.non_spec_state_indices_tensor
-    )
-    buffer.fill_(EARLIER)
+    buffer = buffer_of(builder, guesses)
     told: dict[str, torch.Tensor] = {}
     if any(row.guesses for row in rows):
         drafts = [row.guesses if row.tokens == 1 + row.guesses > 1 else -1 for row in rows]
@@ -150,5 +161,4 @@ def graph_reads(
     with without_kernels(builder):
         builder.build(0, common, **told)
     owners = {int(block): n for n, block in enumerate(common.block_table_tensor[:, 0], start=1)}
-    read = buffer.view(len(buffer), -1)[: len(rows), 0]
-    return [owners.get(int(block), EARLIER) for block in read]
+    return [owners.get(int(block), EARLIER) for block in buffer[: len(rows)]]

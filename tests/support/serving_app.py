@@ -222,6 +222,11 @@ class ScriptedCore:
         )
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
+    def fail(self, request: EngineCoreRequest, tokens: Sequence[int] = ()) -> None:
+        """End a request as one whose KV could not be loaded, after so many tokens."""
+        output = EngineCoreOutput(request.request_id, [*tokens], finish_reason=FinishReason.ERROR)
+        self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
+
     # The part of EngineCoreClient that an API server calls.
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:

@@ -1,0 +1,20 @@
+"""A hybrid that caches prefixes computes what it cannot receive."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.regressions.test_42554 import BLOCK, asked, comes_to_its_end
+from tests.support.nixl_worker import nixl_of
+
+
+@pytest.mark.parametrize("budget", [BLOCK, 8 * BLOCK])
+def test_one_that_cannot_be_read_is_computed(budget: int) -> None:
+    """In the parts that the release makes of a prompt."""
+    d = asked(range(1000, 1000 + 3 * BLOCK))
+    d.step()
+    nixl_of(d.worker).fail(*nixl_of(d.worker).reads)
+    d.scheduler.max_num_scheduled_tokens = budget
+    computed = comes_to_its_end(d)
+    assert computed[0][0] == 0
+    assert [end for _, end in computed[:-1]] == [begin for begin, _ in computed[1:]]
