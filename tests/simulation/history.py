@@ -12,7 +12,6 @@ from tests.simulation.checks import FoundError, settle
 from tests.simulation.engine import Shape
 from tests.simulation.world import Event, Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
-from tests.support.release import since
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,7 @@ class Profile:
         refusals: calls that NIXL may refuse.
         lasting: engines that do not restart.
         keeps: see `Shape`.
-        aligned: see `Shape`, one of these for each engine. Before 0.23.0 a D that loads must not
-            be: the scheduler asserts that nobody does that.
+        aligned: see `Shape`, one of these for each engine.
     """
 
     events: int = 70
@@ -224,7 +222,7 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
     mla = chance.choice(profile.mla) and len(groups) == 1
     lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
 
-    def shape(ranks: int, blocks: tuple[int, int], *, loads: bool = False) -> Shape:
+    def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
         aligned = bool(profile.aligned) and chance.choice(profile.aligned)
         return Shape(
             ranks=ranks,
@@ -240,12 +238,12 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
             guesses=profile.guesses,
             edge=edge,
             keeps=profile.keeps,
-            aligned=aligned and (since("0.23.0") or not loads),
+            aligned=aligned,
         )
 
     return Setting(
         tuple(shape(p_ranks, profile.p_blocks or profile.blocks) for _ in range(p_count)),
-        tuple(shape(d_ranks, profile.blocks, loads=True) for _ in range(d_count)),
+        tuple(shape(d_ranks, profile.blocks) for _ in range(d_count)),
     )
 
 
