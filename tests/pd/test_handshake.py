@@ -57,7 +57,7 @@ def test_recompute_after_a_failed_handshake(
     assert served(pd.d, prompt, prefill(pd.p, prompt)) == [plain[prompt]]
 
 
-@pytest.mark.shows("40364")
+@pytest.mark.shows("40364", "40986")
 def test_fail_after_a_failed_handshake(
     pd: Deployment, start: Start, plain: Plain, prompts: Iterator[str], note: Note
 ) -> None:
@@ -73,6 +73,10 @@ def test_fail_after_a_failed_handshake(
                 answers[failure] = answer.status_code
                 assert d.healthy, f"D is gone after {failure}: {answer.status_code}"
                 assert answer.status_code >= 400, f"{failure} was answered: {answer.text}"
+            lost = gone_p(stale, "stream")
+            asked = body(next(prompts), TOKENS, kv_transfer_params=lost, stream=True)
+            stream = d.post("/v1/completions", asked).text
+            assert '"error"' in stream, f"a stream says nothing of its failure: {stream}"
         prompt = next(prompts)
         assert served(d, prompt, prefill(pd.p, prompt)) == [plain[prompt]]
         note(answers=answers)
