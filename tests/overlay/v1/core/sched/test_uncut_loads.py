@@ -1,11 +1,24 @@
-"""A hybrid that caches prefixes computes what it cannot receive."""
+"""What is cut, and that a hybrid that caches prefixes computes what it cannot receive."""
 
 from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from tests.regressions.test_42554 import BLOCK, asked, comes_to_its_end
 from tests.support.nixl_worker import nixl_of
+
+pytest.importorskip("vllm_overlay.v1.core.sched.uncut_loads", reason="up to 0.22.1")
+from vllm_overlay.v1.core.sched.uncut_loads import is_cut
+
+
+@pytest.mark.parametrize("states", [False, True])
+@pytest.mark.parametrize("loads", [False, True])
+def test_what_loads_is_not_cut(states: bool, loads: bool) -> None:
+    scheduler: Any = SimpleNamespace(need_mamba_block_aligned_split=states)
+    assert is_cut(scheduler, loads) is (states and not loads)
 
 
 @pytest.mark.parametrize("budget", [BLOCK, 8 * BLOCK])
