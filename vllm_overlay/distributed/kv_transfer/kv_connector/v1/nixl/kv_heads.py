@@ -2,12 +2,16 @@
 """Up to 0.23.0: which KV heads a tensor rank holds, also where there are not more heads than ranks.
 
 Ranks share the heads evenly. Where there are more ranks than heads each holds one, the same as its
-neighbours, and the ratio of two engines' ranks is not that of their blocks any more.
+neighbours, and the ratio of two engines' ranks is not that of their blocks any more. A latent cache
+has no heads: each rank holds all of it, whatever number of heads the model's config has.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 
 class Ranks(Protocol):
@@ -43,6 +47,19 @@ def place_in_peer(ranks: Ranks, remote_tp_size: int) -> int:
     ours = _first(ranks, ranks.tp_rank, size)
     theirs = _first(ranks, ranks.tp_rank * remote_tp_size // size, remote_tp_size)
     return (ours - theirs) // _held(ranks, size)
+
+
+def ratio_of_parts(worker: NixlConnectorWorker, tp_ratio: int) -> int:
+    """Return what the ratio of two engines' ranks is to a handshake: one where none holds a part.
+
+    Beside recurrent states, which ranks share out, it stays what it is.
+
+    Args:
+        worker: that of this rank.
+        tp_ratio: ranks of this engine for each of the peer, or those of the peer for each of this
+            one, negative.
+    """
+    return 1 if worker.use_mla and not worker._has_mamba else tp_ratio
 
 
 def _held(ranks: Ranks, tp_size: int) -> int:

@@ -15,6 +15,7 @@ pytest.importorskip(
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.kv_heads import (
     peer_block_len,
     place_in_peer,
+    ratio_of_parts,
 )
 
 SIZES = [1, 2, 4, 8, 16, 32]
@@ -94,3 +95,20 @@ def test_a_peer_with_copies_and_more_ranks_is_refused_as_by_upstream(
         block_lens=[n * 8 // ours or n for n in worker.block_len_per_layer],
     )
     assert "AssertionError" in str(attempt(worker.add_remote_agent, said, 0, theirs))
+
+
+@pytest.mark.parametrize(
+    ("use_mla", "states", "ratio", "wanted"),
+    [
+        (True, False, -4, 1),
+        (True, False, 2, 1),
+        (True, True, -4, -4),
+        (False, False, -4, -4),
+        (False, True, 2, 2),
+    ],
+)
+def test_only_of_a_latent_cache_alone_no_rank_holds_a_part(
+    use_mla: bool, states: bool, ratio: int, wanted: int
+) -> None:
+    worker: Any = SimpleNamespace(use_mla=use_mla, _has_mamba=states)
+    assert ratio_of_parts(worker, ratio) == wanted
