@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.26.0: a dummy step keeps off the states of all requests.
+"""All releases: a dummy step keeps off the states of all requests.
 
 With data parallelism a rank without a request to compute takes dummy steps, as many rows wide as
 the graph of decodes that the other ranks replay. Layers with states write one for each row, into
