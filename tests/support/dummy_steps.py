@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from vllm.forward_context import BatchDescriptor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
+from vllm.v1.attention.backends.mamba2_attn import (
+    Mamba2AttentionBackend,
+    Mamba2AttentionMetadataBuilder,
+)
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.utils import AttentionGroup
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.harness import building
@@ -90,11 +95,12 @@ class IdleRank(GPUModelRunner):
             config.compilation_config.static_forward_context[name] = layer
         self.attn_groups: Any = [[] for _ in self.kv_cache_config.kv_cache_groups]
         self.attn_groups[self._group] = [
-            SimpleNamespace(
-                kv_cache_spec=group.kv_cache_spec,
+            AttentionGroup(
+                backend=Mamba2AttentionBackend,  # nobody asks it
                 layer_names=group.layer_names,
+                kv_cache_spec=group.kv_cache_spec,
+                kv_cache_group_id=self._group,
                 metadata_builders=[self.builder],
-                get_metadata_builder=lambda *_: self.builder,
             )
         ]
 
@@ -115,6 +121,7 @@ class IdleRank(GPUModelRunner):
         raise _Told
 
     @building("a step of requests")
+    @mock.patch("vllm.v1.utils.PIN_MEMORY", new=False, create=True)  # it would want a device
     def step(self, **requests: tuple[int, int, int]) -> None:
         """Compute a step of these requests, and let all others leave.
 
@@ -138,10 +145,11 @@ class IdleRank(GPUModelRunner):
     def told(self, block: int) -> None:
         """Have an earlier step leave this block in what the graph reads, in each row."""
         for name, buffer in vars(self.builder).items():
-            if "state_indices" in name:
+            if "state_indices" in name and buffer is not None:
                 buffer.fill_(block)
 
     @building("a dummy step")
+    @mock.patch("vllm.v1.utils.PIN_MEMORY", new=False, create=True)
     def writes(self, rows: int) -> set[int]:
         """Take a dummy step for a graph of so many requests; blocks that the graph writes into."""
         tokens = self.uniform_decode_query_len
