@@ -16,6 +16,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import pulls
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
     connectors_in,
+    loader_of,
     transfers_with_nixl,
 )
 
@@ -47,7 +48,7 @@ def allocate_slots(
         and num_external_computed_tokens > 1
         and _loses_a_token(scheduler, end)
         and not _has_states(scheduler)
-        and _pulls(_loader(scheduler, request))
+        and _pulls(loader_of(scheduler, request))
     ):
         num_external_computed_tokens -= 1
         num_new_tokens += 1
@@ -100,14 +101,6 @@ def _has_states(scheduler: Scheduler) -> bool:
     """Whether there are states, of which P computes and NIXL reads all but the last token."""
     groups = scheduler.kv_cache_config.kv_cache_groups
     return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-
-
-def _loader(scheduler: Scheduler, request: Request) -> object:
-    """Return the connector that loads for a request: of several, the one that was chosen."""
-    connector: Any = scheduler.connector
-    chosen = getattr(connector, "_requests_to_connector", None)
-    number = chosen.get(request.request_id) if isinstance(chosen, dict) else None
-    return connector if number is None else connector._connectors[number]
 
 
 def _pulls(connector: Any) -> bool:  # noqa: ANN401 - of any kind

@@ -14,11 +14,33 @@ pytest.importorskip("vllm_overlay.v1.core.sched.uncut_loads", reason="up to 0.22
 from vllm_overlay.v1.core.sched.uncut_loads import is_cut
 
 
+class NixlConnector:
+    """As it is called."""
+
+
+class OtherConnector:
+    """One that loads beside the steps, too."""
+
+
+REQUEST: Any = SimpleNamespace(request_id="r")
+
+
 @pytest.mark.parametrize("states", [False, True])
 @pytest.mark.parametrize("loads", [False, True])
-def test_what_loads_is_not_cut(states: bool, loads: bool) -> None:
-    scheduler: Any = SimpleNamespace(need_mamba_block_aligned_split=states)
-    assert is_cut(scheduler, loads) is (states and not loads)
+@pytest.mark.parametrize("connector", [NixlConnector, OtherConnector])
+def test_what_nixl_loads_is_not_cut(connector: type, loads: bool, states: bool) -> None:
+    scheduler: Any = SimpleNamespace(need_mamba_block_aligned_split=states, connector=connector())
+    spared = loads and connector is NixlConnector
+    assert is_cut(scheduler, REQUEST, loads) is (states and not spared)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_of_several_the_one_that_loads_counts(chosen: int) -> None:
+    several = SimpleNamespace(
+        _connectors=[NixlConnector(), OtherConnector()], _requests_to_connector={"r": chosen}
+    )
+    scheduler: Any = SimpleNamespace(need_mamba_block_aligned_split=True, connector=several)
+    assert is_cut(scheduler, REQUEST, loads=True) is bool(chosen)
 
 
 @pytest.mark.parametrize("budget", [BLOCK, 8 * BLOCK])
