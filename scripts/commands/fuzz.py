@@ -1,7 +1,7 @@
 """`nox -s fuzz`: hostile wheels, patches and registries, and kills, against the tools themselves.
 
     nox -s fuzz                                  10,000 wheels, 5,000 patches, 2,000 registries,
-                                                 200 kills: an hour
+                                                 200 kills: three minutes
     nox -s fuzz -- --wheels 500 --patches 0      fewer
     nox -s fuzz -- --seed 7 --first 1234 --wheels 1 --patches 0 --registries 0 --kills 0
                                                  one case again

@@ -61,7 +61,7 @@ def _zero_first_states(builder: Any, common: CommonAttentionMetadata) -> None:  
     if ends is None:
         # Up to 0.29.0; in 0.19.1, which has nothing else, none with asynchronous guesses.
         ends = getattr(common, "_seq_lens_cpu", None)
-    prompts = common.is_prefilling  # not the rows of a capture or a dummy step
+    prompts = common.is_prefilling  # not a capture's rows; a dummy step's name no block (49757)
     if ends is None or prompts is None:
         return
     lengths = torch.diff(common.query_start_loc_cpu)
