@@ -20,7 +20,7 @@ from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tests.support.decode_engine import DecodeEngine
-from tests.support.harness import building
+from tests.support.harness import HarnessError, building
 from tests.support.hybrid_engine import engine_of, speculate, states_of
 from tests.support.release import since
 from tests.support.step_rows import step, without_kernels
@@ -101,7 +101,7 @@ class _Runner(GPUModelRunner):
             self.execute_model(told)
         except _Decided as decided:
             return bool(decided.args[0] == CUDAGraphMode.FULL)
-        raise AssertionError("the runner decided nothing")
+        raise HarnessError("a runner that decides nothing", "one that says how a step runs")
 
 
 def replay_graphs(config: VllmConfig, guesses: int = 0) -> None:

@@ -412,7 +412,6 @@ def test_the_pinned_release(tmp_path: Path) -> None:
     path, pinned = target.wheel_for()
     registry = load_registry()
     made = write_difference(target, path, pinned.sha256, registry, tmp_path / "dist", ROOT_IN_IMAGE)
-    assert made.layer.stat().st_size < 2_000_000
     assert made.installer.stat().st_size < 2_000_000
     base = tmp_path / "image" / ROOT_IN_IMAGE.strip("/")
     with WheelReader(path) as wheel:
@@ -420,6 +419,8 @@ def test_the_pinned_release(tmp_path: Path) -> None:
         info = wheel.dist_info
         names = [n for n in wheel.names if n in plan.replaced or n.startswith(f"{info}/")]
         stock = {name: wheel.read(name) for name in {*names, "vllm/__init__.py"}}
+    changed = sum(map(len, [*plan.replaced.values(), *plan.added.values()]))
+    assert made.layer.stat().st_size < 1.5 * changed  # a tar's heads, and how to take it out
     for name, data in stock.items():
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_bytes(data)
