@@ -17,16 +17,15 @@ from tests.support.serving_app import ENDPOINTS, Answer, body, serving
 COMPLETIONS, CHAT, _, MESSAGES, GENERATE = ENDPOINTS
 
 
-def failed(endpoint: str, *tokens: int, **changes: object) -> Answer:
-    """What a client gets of a request that fails after these tokens."""
+def failed(endpoint: str, **changes: object) -> Answer:
+    """What a client gets of a request that fails."""
 
     async def visit() -> Answer:
         async with serving() as server:
             server.core.answers = False
 
             async def fail(request: EngineCoreRequest) -> None:
-                loop = asyncio.get_running_loop()
-                loop.call_soon(server.core.fail, request, tokens)
+                asyncio.get_running_loop().call_soon(server.core.fail, request)
 
             server.core.on_add = fail
             return await server.post(endpoint, body(endpoint, **changes))

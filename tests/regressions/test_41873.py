@@ -6,16 +6,13 @@ computed to the end. The runner's method and the builder are the release's own.
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.regressions.test_46424 import Row, Runner, blocks_of
-from tests.support.decode_engine import DecodeEngine
-from tests.support.decode_graphs import MAMBA2, buffer_of, replay_graphs
+from tests.support.decode_graphs import EARLIER, MAMBA2, buffer_of, builder_of, with_graphs
 from tests.support.harness import building
-from tests.support.hybrid_engine import engine_of, speculate, states_of
+from tests.support.hybrid_engine import states_of
 from tests.support.step_rows import without_kernels
 
 RUNS = Row(45, 40)
@@ -26,29 +23,21 @@ LEFT = Row(0, 40, tokens=0)
 @building("what layers with states are told of a step")
 def told_to_the_graph(rows: list[Row], padding: list[Row], guesses: int = 0) -> list[int]:
     """The first block of each row that a graph finds, after a step that is padded."""
-    engine = engine_of(DecodeEngine, mode="none", guesses=guesses)
-    config = engine.worker.vllm_config
-    config.model_config.hf_text_config.mamba_chunk_size = 16
-    told: dict[str, Any] = {}
-    if guesses:
-        speculate(config, guesses)
-        told["use_spec_decode"] = True
-    replay_graphs(config, guesses)
-    group = states_of(engine)
-    builder = MAMBA2(group.kv_cache_spec, group.layer_names, config, torch.device("cpu"))
-    buffer = buffer_of(builder)
+    engine = with_graphs(guesses)
+    builder = builder_of(MAMBA2, engine)
+    buffer = buffer_of(builder).fill_(EARLIER)
     tokens = (1 + guesses) * (len(rows) + len(padding))
     with without_kernels(builder):
-        Runner((*rows, *padding), group, builder)._build_attention_metadata(
+        Runner((*rows, *padding), states_of(engine), builder)._build_attention_metadata(
             num_tokens=sum(row.tokens for row in rows),
             num_reqs=len(rows),
             max_query_len=1 + guesses,
             num_tokens_padded=tokens,
             num_reqs_padded=len(rows) + len(padding),
             slot_mappings={0: torch.zeros(tokens, dtype=torch.int64)},
-            **told,
+            use_spec_decode=guesses > 0,
         )
-    return buffer[: len(rows)].tolist()
+    return buffer[: len(rows), 0].tolist()
 
 
 @pytest.mark.parametrize("rows", [[RUNS], [RUNS, RUNS, RUNS]], ids=len)

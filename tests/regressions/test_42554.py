@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.decode_engine import DecodeEngine, Step
+from tests.support.handed_over import handed_over
 from tests.support.hybrid_engine import engine_of
-from tests.support.nixl_worker import EngineDiedError, attempt, connect, nixl_of, peer_port
+from tests.support.nixl_worker import EngineDiedError, attempt, connect, nixl_of
 from tests.support.prefill_engine import PrefillEngine
 
 BLOCK = 16
@@ -14,17 +15,10 @@ BLOCK = 16
 
 def asked(prompt: range) -> DecodeEngine:
     """A D that is asked for what P has computed of a prompt."""
-    p = engine_of(PrefillEngine, mode="align", prefix_caching=True)
-    p.prefill("joins", prompt)
-    p.run(8)
-    params = p.answers["joins"]
-    assert params is not None
-    params.pop("remote_lease", None)  # nobody listens there
-    params |= {"remote_engine_id": "P", "remote_host": "127.0.0.1", "remote_port": peer_port("P")}
-    params |= {"do_remote_prefill": True, "do_remote_decode": False}
     d = engine_of(DecodeEngine, mode="align", prefix_caching=True)
     connect(d.worker, "P")
-    d.send("joins", prompt, params, max_tokens=2 * BLOCK)
+    p = engine_of(PrefillEngine, mode="align", prefix_caching=True)
+    d.send("joins", prompt, handed_over(p, "joins", prompt), max_tokens=2 * BLOCK)
     return d
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.support.dummy_steps import GDN, MAMBA2, NOBODYS, IdleRank
+from tests.support.decode_graphs import GDN, MAMBA2
+from tests.support.dummy_steps import NOBODYS, IdleRank
 from tests.support.release import since
 
 if not since("0.27.0"):

@@ -14,9 +14,10 @@ import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.support.decode_engine import DecodeEngine
+from tests.support.handed_over import handed_over
 from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorWorker
-from tests.support.nixl_worker import connect, lives, nixl_of, peer_port, states_in
+from tests.support.nixl_worker import connect, lives, nixl_of, states_in
 from tests.support.prefill_engine import PrefillEngine
 
 TOKENS = 40
@@ -25,18 +26,7 @@ TOKENS = 40
 
 def prefilled(engine: PrefillEngine) -> dict[str, Any]:
     """P's answer to a prompt, as its router hands it on to D."""
-    engine.prefill("asked", range(TOKENS))
-    engine.run(4)
-    answer = engine.answers["asked"]
-    assert answer is not None
-    answer.pop("remote_lease", None)  # nobody listens there
-    return answer | {
-        "do_remote_prefill": True,
-        "do_remote_decode": False,
-        "remote_engine_id": "P",
-        "remote_host": "127.0.0.1",
-        "remote_port": peer_port("P"),
-    }
+    return handed_over(engine, "asked", range(TOKENS))
 
 
 def states_of(worker: NixlConnectorWorker) -> list[torch.Tensor]:

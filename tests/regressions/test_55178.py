@@ -17,9 +17,10 @@ from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilde
 from vllm.v1.core.sched.output import SchedulerOutput
 
 from tests.support.decode_engine import DecodeEngine
+from tests.support.handed_over import handed_over
 from tests.support.harness import building
 from tests.support.hybrid_engine import engine_of, speculate, states_of
-from tests.support.nixl_worker import connect, nixl_of, peer_port
+from tests.support.nixl_worker import connect, nixl_of
 from tests.support.prefill_engine import PrefillEngine
 from tests.support.step_rows import step as step_of
 from tests.support.step_rows import without_kernels
@@ -30,14 +31,7 @@ PROMPT = range(1000, 1040)
 def received(engine: DecodeEngine, guesses: int) -> None:
     """Let D receive a prompt, all but its last token, from a P that guesses alike."""
     p = engine_of(PrefillEngine, mode="none", guesses=guesses)
-    p.prefill("joins", PROMPT)
-    p.run(4)
-    params = p.answers["joins"]
-    assert params is not None
-    params.pop("remote_lease", None)  # nobody listens there
-    from_p = {"remote_engine_id": "P", "remote_host": "127.0.0.1", "remote_port": peer_port("P")}
-    to_d = {"do_remote_prefill": True, "do_remote_decode": False}
-    engine.send("joins", PROMPT, params | from_p | to_d, max_tokens=50)
+    engine.send("joins", PROMPT, handed_over(p, "joins", PROMPT), max_tokens=50)
     engine.step()
     nixl_of(engine.worker).finish(*nixl_of(engine.worker).reads)
     engine.step()

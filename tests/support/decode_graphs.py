@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from vllm.config import CUDAGraphMode, VllmConfig
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
 from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionMetadataBuilder
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -104,25 +104,37 @@ class _Runner(GPUModelRunner):
         raise HarnessError("a runner that decides nothing", "one that says how a step runs")
 
 
-def replay_graphs(config: VllmConfig, guesses: int = 0) -> None:
-    """Have an engine of this configuration replay graphs for up to 8 requests that decode."""
+def with_graphs(guesses: int = 0) -> DecodeEngine:
+    """An engine of a hybrid model that replays graphs for up to 8 requests that decode."""
+    engine = engine_of(DecodeEngine, mode="none", guesses=guesses)
+    config = engine.worker.vllm_config
+    config.model_config.hf_text_config.mamba_chunk_size = 16
+    if guesses:
+        speculate(config, guesses)
     sizes = [(1 + guesses) * requests for requests in range(1, 9)]
     config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
     config.compilation_config.cudagraph_capture_sizes = sizes
     config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    return engine
 
 
-def buffer_of(builder: Any, guesses: int = 0) -> torch.Tensor:  # noqa: ANN401 - of each kind
-    """Where a graph finds each row's first block; `EARLIER` lies there."""
+def builder_of(layers: type[Any], engine: DecodeEngine) -> Any:  # noqa: ANN401 - one of `layers`
+    """What makes the metadata of the engine's layers with states."""
+    group = states_of(engine)
+    config = engine.worker.vllm_config
+    return layers(group.kv_cache_spec, group.layer_names, config, torch.device("cpu"))
+
+
+def buffer_of(builder: Any) -> torch.Tensor:  # noqa: ANN401 - of each kind
+    """Where a graph finds the blocks of each row."""
     buffer: torch.Tensor = (
         builder.state_indices_tensor_d
         if isinstance(builder, MAMBA2)
         else builder.spec_state_indices_tensor
-        if guesses
+        if builder.use_spec_decode
         else builder.non_spec_state_indices_tensor
     )
-    buffer.fill_(EARLIER)
-    return buffer.view(len(buffer), -1)[:, 0]
+    return buffer.view(len(buffer), -1)
 
 
 @building("what layers with states are told of a step")
@@ -140,17 +152,11 @@ def graph_reads(
         rows: in the order of the batch.
         guesses: that a request may have at most.
     """
-    engine = engine_of(DecodeEngine, mode="none", guesses=guesses)
-    config = engine.worker.vllm_config
-    config.model_config.hf_text_config.mamba_chunk_size = 16
-    if guesses:
-        speculate(config, guesses)
-    replay_graphs(config, guesses)
+    engine = with_graphs(guesses)
     if not _Runner(rows, engine).replays(rows):
         return None
-    group = states_of(engine)
-    builder = layers(group.kv_cache_spec, group.layer_names, config, torch.device("cpu"))
-    buffer = buffer_of(builder, guesses)
+    builder = builder_of(layers, engine)
+    buffer = buffer_of(builder).fill_(EARLIER)
     told: dict[str, torch.Tensor] = {}
     if any(row.guesses for row in rows):
         drafts = [row.guesses if row.tokens == 1 + row.guesses > 1 else -1 for row in rows]
@@ -161,4 +167,4 @@ def graph_reads(
     with without_kernels(builder):
         builder.build(0, common, **told)
     owners = {int(block): n for n, block in enumerate(common.block_table_tensor[:, 0], start=1)}
-    return [owners.get(int(block), EARLIER) for block in buffer[: len(rows)]]
+    return [owners.get(int(block), EARLIER) for block in buffer[: len(rows), 0]]

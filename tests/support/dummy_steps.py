@@ -20,25 +20,18 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import BatchDescriptor
 from vllm.sampling_params import SamplingParams
 from vllm.utils.math_utils import cdiv
-from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.mamba2_attn import (
-    Mamba2AttentionBackend,
-    Mamba2AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backends.mamba2_attn import Mamba2AttentionBackend
 from vllm.v1.sample.logits_processor import LogitsProcessors
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker.gpu_input_batch import CachedRequestState, InputBatch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from tests.support.decode_engine import DecodeEngine
+from tests.support.decode_graphs import buffer_of, builder_of, with_graphs
 from tests.support.harness import building
-from tests.support.hybrid_engine import engine_of, speculate, states_of
+from tests.support.hybrid_engine import states_of
 from tests.support.release import since
 from tests.support.step_rows import without_kernels
-
-MAMBA2 = Mamba2AttentionMetadataBuilder
-GDN = GDNAttentionMetadataBuilder
 
 CPU = torch.device("cpu")
 ROOM = 8
@@ -57,16 +50,9 @@ class IdleRank(GPUModelRunner):
 
     @building("a model runner with a batch")
     def __init__(self, layers: type[Any], *, guesses: int = 0) -> None:
-        engine = engine_of(DecodeEngine, mode="none", guesses=guesses)
+        engine = with_graphs(guesses)
         config = engine.worker.vllm_config
-        config.model_config.hf_text_config.mamba_chunk_size = 16
-        if guesses:
-            speculate(config, guesses)
-        sizes = [(1 + guesses) * requests for requests in range(1, 1 + ROOM)]
         config.scheduler_config.max_num_seqs = ROOM
-        config.compilation_config.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
-        config.compilation_config.cudagraph_capture_sizes = sizes
-        config.compilation_config.max_cudagraph_capture_size = sizes[-1]
         self.vllm_config, self.cache_config = config, config.cache_config
         self.model_config, self.parallel_config = config.model_config, config.parallel_config
         self.compilation_config = config.compilation_config
@@ -89,7 +75,7 @@ class IdleRank(GPUModelRunner):
         self.input_batch = _batch(len(self.kv_cache_config.kv_cache_groups))
         group = states_of(engine)
         self._group = self.kv_cache_config.kv_cache_groups.index(group)
-        self.builder = layers(group.kv_cache_spec, group.layer_names, config, CPU)
+        self.builder = builder_of(layers, engine)
         for name in group.layer_names:  # of which 51565 zeroes a first token's states
             layer = SimpleNamespace(kv_cache=[torch.zeros(64)])
             config.compilation_config.static_forward_context[name] = layer
@@ -159,15 +145,7 @@ class IdleRank(GPUModelRunner):
                 self._dummy_run(tokens, uniform_decode=True)
         except _Told:
             pass
-        builder = self.builder
-        buffer = (
-            builder.state_indices_tensor_d
-            if isinstance(builder, MAMBA2)
-            else builder.spec_state_indices_tensor
-            if builder.use_spec_decode
-            else builder.non_spec_state_indices_tensor
-        )
-        return set(buffer[:rows].flatten().tolist())
+        return set(buffer_of(self.builder)[:rows].flatten().tolist())
 
 
 def _buffer(size: int) -> CpuGpuBuffer:

@@ -222,9 +222,9 @@ class ScriptedCore:
         )
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
-    def fail(self, request: EngineCoreRequest, tokens: Sequence[int] = ()) -> None:
-        """End a request as one whose KV could not be loaded, after so many tokens."""
-        output = EngineCoreOutput(request.request_id, [*tokens], finish_reason=FinishReason.ERROR)
+    def fail(self, request: EngineCoreRequest) -> None:
+        """End a request as one whose KV could not be loaded."""
+        output = EngineCoreOutput(request.request_id, [], finish_reason=FinishReason.ERROR)
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
     # The part of EngineCoreClient that an API server calls.

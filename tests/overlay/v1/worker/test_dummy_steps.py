@@ -9,9 +9,8 @@ import pytest
 import torch
 from vllm.config import CUDAGraphMode
 
-from tests.support.dummy_steps import GDN, MAMBA2, NOBODYS, IdleRank
-
-pytest.importorskip("vllm_overlay.v1.worker.dummy_steps", reason="up to 0.26.0")
+from tests.support.decode_graphs import GDN, MAMBA2
+from tests.support.dummy_steps import NOBODYS, IdleRank
 from vllm_overlay.v1.worker.dummy_steps import keep_off_states
 
 ATTENTION, STATES = 0, 1
