@@ -207,8 +207,12 @@ class ScriptedCore:
         request: EngineCoreRequest,
         tokens: list[int] | None = None,
         kv_transfer_params: dict[str, Any] | None = None,
+        cached: int | None = None,
     ) -> None:
-        """Answer a request with `tokens`, or with as many as it asked for."""
+        """Answer a request with `tokens`, or with as many as it asked for.
+
+        `cached` tokens of its prompt were not computed.
+        """
         sampling = request.sampling_params
         if sampling is None:
             raise HarnessError("a request without sampling parameters", "one for a completion")
@@ -219,6 +223,7 @@ class ScriptedCore:
             new_logprobs=_logprobs(tokens, sampling.logprobs) if sampling.logprobs else None,
             finish_reason=FinishReason.LENGTH,
             kv_transfer_params=kv_transfer_params,
+            **({} if cached is None else counted(cached)),
         )
         self._outputs.put_nowait(EngineCoreOutputs(outputs=[output]))
 
@@ -253,6 +258,15 @@ class ScriptedCore:
 
     def shutdown(self, timeout: float | None = None) -> None:
         pass
+
+
+def counted(cached: int) -> dict[str, Any]:
+    """The field of an `EngineCoreOutput` that says how much of a prompt was not computed."""
+    if "num_cached_tokens" in EngineCoreOutput.__struct_fields__:  # up to 0.19.1
+        return {"num_cached_tokens": cached}
+    from vllm.v1.metrics.stats import PrefillStats
+
+    return {"prefill_stats": PrefillStats(num_cached_tokens=cached)}
 
 
 def _logprobs(tokens: list[int], count: int) -> LogprobsLists:

@@ -1,0 +1,93 @@
+"""Whose count of cached tokens a client, the other side and the metrics are told."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
+from vllm.v1.engine.output_processor import OutputProcessor
+from vllm.v1.metrics.stats import IterationStats
+
+from tests.support.serving_app import REMOTE, body, counted, serving
+from vllm_overlay.v1.engine.cached_tokens import FIELD
+
+PATH = "/v1/completions"
+PROMPT = "a prompt of forty tokens, more or less .."
+OWN = len(PROMPT) - 1
+
+
+async def _sent(params: dict[str, Any] | None) -> EngineCoreRequest:
+    async with serving() as server:
+        await server.post(PATH, body(PATH, params, prompt=PROMPT))
+        return server.core.requests[0]
+
+
+def processed(
+    params: dict[str, Any] | None, answered: dict[str, Any] | None = None, own: int = OWN
+) -> tuple[Any, Any]:
+    """The output for a client, and what metrics are told, of a request with such parameters."""
+    request = asyncio.run(asyncio.wait_for(_sent(params), 60))
+    processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
+    processor.add_request(request, None)
+    output = EngineCoreOutput(
+        request.request_id,
+        [5],
+        finish_reason=FinishReason.LENGTH,
+        kv_transfer_params=answered,
+        **counted(own),
+    )
+    outputs = processor.process_outputs([output], 1.0, stats).request_outputs
+    return outputs[0], stats.finished_requests[0]
+
+
+@pytest.mark.parametrize("count", [0, 16, len(PROMPT)])
+def test_a_client_hears_of_p_and_the_metrics_of_d(count: int) -> None:
+    told, noted = processed(REMOTE | {FIELD: count})
+    assert (told.num_cached_tokens, noted.num_cached_tokens) == (count, OWN)
+
+
+@pytest.mark.parametrize("word", [None, -1, len(PROMPT) + 1, True, 16.0, "16", [16]], ids=str)
+def test_what_is_no_count_of_the_prompt_is_passed_over(word: object) -> None:
+    told, noted = processed(REMOTE | {FIELD: word})
+    assert (told.num_cached_tokens, noted.num_cached_tokens) == (OWN, OWN)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        None,
+        REMOTE,
+        {"do_remote_decode": True, FIELD: 16},  # a second turn on P, which reads D's blocks
+        REMOTE | {"do_remote_prefill": False, FIELD: 16},
+    ],
+    ids=str,
+)
+def test_who_reads_nothing_counts_for_itself(params: dict[str, Any] | None) -> None:
+    told, noted = processed(params)
+    assert (told.num_cached_tokens, noted.num_cached_tokens) == (OWN, OWN)
+
+
+def test_p_hands_over_its_count() -> None:
+    told, _ = processed({"do_remote_decode": True}, dict(REMOTE), own=16)
+    assert told.kv_transfer_params == REMOTE | {FIELD: 16}
+
+
+def test_a_count_that_is_there_stays() -> None:
+    told, _ = processed({"do_remote_decode": True}, REMOTE | {FIELD: 3}, own=16)
+    assert told.kv_transfer_params == REMOTE | {FIELD: 3}
+
+
+@pytest.mark.parametrize(
+    "answered",
+    [
+        REMOTE | {"do_remote_prefill": False},
+        {name: REMOTE[name] for name in REMOTE if name != "remote_request_id"},
+        {"do_remote_prefill": True, "transfer_id": "of another connector"},
+    ],
+    ids=str,
+)
+def test_other_answers_are_handed_on_as_they_are(answered: dict[str, Any]) -> None:
+    told, _ = processed({"do_remote_decode": True}, dict(answered), own=16)
+    assert told.kv_transfer_params == answered
