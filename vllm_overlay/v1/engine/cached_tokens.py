@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 FIELD = "remote_prefill_cached_tokens"
 """In `kv_transfer_params`: tokens of the prompt that P did not compute (0.31.0, PR 54222)."""
 
-_NIXLS = {"remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "tp_size"}
-"""What P answers with NIXL; of other connectors' answers none has all of these."""
+_NIXLS = "remote_request_id"
+"""In what P answers with NIXL, and in no other connector's answer."""
 
 
 def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,7 +60,7 @@ def reports_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
         if said is not None:
             output.num_cached_tokens = said
         params = getattr(output, "kv_transfer_params", None)  # a pooled answer has none
-        if isinstance(params, dict) and params.get("do_remote_prefill") and params.keys() >= _NIXLS:
+        if isinstance(params, dict) and params.get("do_remote_prefill") and _NIXLS in params:
             params.setdefault(FIELD, max(0, self.num_cached_tokens))
         return output
 

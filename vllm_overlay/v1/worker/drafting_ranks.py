@@ -9,7 +9,7 @@ blocks of those that were to be received.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -25,8 +25,9 @@ def drafts_with_others(runner: GPUModelRunner, fits: bool) -> None:
         runner: after it has sampled, before it drafts.
         fits: whether there is room for guesses behind each request of the step, and it drafts.
     """
-    config = runner.speculative_config
-    if fits or config is None or runner.parallel_config.data_parallel_size == 1:
+    if fits or runner.parallel_config.data_parallel_size == 1:
         return
+    config: Any = runner.speculative_config
     if config.use_eagle() or config.uses_draft_model() or config.uses_extract_hidden_states():
-        runner.drafter.dummy_run(num_tokens=1)  # type: ignore[union-attr, call-arg, unused-ignore]
+        drafter: Any = runner.drafter
+        drafter.dummy_run(num_tokens=1)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 import pytest
+import torch
+from vllm.pooling_params import PoolingParams
 from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
@@ -69,9 +72,29 @@ def test_who_reads_nothing_counts_for_itself(params: dict[str, Any] | None) -> N
     assert (told.num_cached_tokens, noted.num_cached_tokens) == (OWN, OWN)
 
 
-def test_p_hands_over_its_count() -> None:
-    told, _ = processed({"do_remote_decode": True}, dict(REMOTE), own=16)
-    assert told.kv_transfer_params == REMOTE | {FIELD: 16}
+@pytest.mark.parametrize("own", [0, 16])
+def test_p_hands_over_its_count_as_0_31_0_does(own: int) -> None:
+    told, _ = processed({"do_remote_decode": True}, dict(REMOTE), own=own)
+    assert told.kv_transfer_params == REMOTE | {"remote_prefill_cached_tokens": own}
+
+
+def test_what_is_pooled_is_counted_as_on_stock() -> None:
+    request = msgspec.structs.replace(
+        asyncio.run(asyncio.wait_for(_sent(None), 60)),
+        sampling_params=None,
+        pooling_params=PoolingParams(task="embed"),
+    )
+    processor = OutputProcessor(None, log_stats=False)
+    processor.add_request(request, None)
+    pooled = EngineCoreOutput(
+        request.request_id,
+        [],
+        pooling_output=torch.zeros(1),
+        finish_reason=FinishReason.STOP,
+        **counted(OWN),
+    )
+    told = processor.process_outputs([pooled]).request_outputs[0]
+    assert told.num_cached_tokens == OWN
 
 
 def test_a_count_that_is_there_stays() -> None:

@@ -33,10 +33,3 @@ def test_a_single_rank_computes_nothing_more() -> None:
     rank = DraftingRank(ranks=1)
     rank.step(LENGTH)
     assert (rank.drafted, rank.joined) == (0, 0)
-
-
-def test_without_speculation_there_is_no_drafter() -> None:
-    rank = DraftingRank()
-    rank.runner.speculative_config = None
-    rank.step(LENGTH)
-    assert (rank.drafted, rank.joined) == (0, 0)
