@@ -66,14 +66,13 @@ class KVTransferRoute(APIRoute):
         """Whether a prefill server's blocks may be read for requests to this endpoint."""
         return self.path in _GENERATING
 
-    @staticmethod
-    def transfer_params(body: dict[str, Any]) -> object:
+    def transfer_params(self, body: dict[str, Any]) -> object:
         """Return what the handler would use of a body as its transfer parameters."""
         return body.get("kv_transfer_params")
 
     async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request (ASGI)."""
-        engine = _transferring_engine(scope)
+        engine = transferring_engine(scope)
         if engine is None or not self.generates or scope.get("method") not in self.methods:
             await super().handle(scope, receive, send)
             return
@@ -116,7 +115,7 @@ class KVTransferRoute(APIRoute):
         return remote_prefill(self.transfer_params(body.parsed))
 
 
-def _transferring_engine(scope: Scope) -> EngineClient | None:
+def transferring_engine(scope: Scope) -> EngineClient | None:
     """The engine, if its KV connector is one that we can have a prefill server told by.
 
     With any other everything is as on stock. A server that only renders prompts has no engine.

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """0.24.0 to 0.28.0: parameters and rejections, where handlers and routes do less than later.
 
-Up to 0.28.0 a token-level request has transfer parameters among its sampling parameters only: its
-handler ignores the field of that name. Up to 0.27.1 /v1/messages answers 500 to whatever its
-handler raises, and in 0.27 all endpoints to a grammar that cannot be used.
+Up to 0.28.0 the handler of a token-level request looks for transfer parameters among its sampling
+parameters only; what stands in the field of that name is there by then, or ignored (see
+`vllm_overlay.entrypoints.serve.disagg.own_params`). Up to 0.27.1 /v1/messages answers 500 to
+whatever its handler raises, and in 0.27 all endpoints to a grammar that cannot be used.
 """
 
 from __future__ import annotations

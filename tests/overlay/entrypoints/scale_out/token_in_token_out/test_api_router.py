@@ -26,4 +26,6 @@ ALSO: dict[str, Any] = {"sampling_params": {"extra_args": {"kv_transfer_params":
     ],
 )
 def test_the_request_s_own_go_first(body: dict[str, Any], params: object) -> None:
-    assert router.TokensRoute.transfer_params(body) == params
+    async def endpoint() -> None: ...
+
+    assert router.TokensRoute("/", endpoint).transfer_params(body) == params

@@ -1,4 +1,4 @@
-"""Where a token-level request has its transfer parameters, up to 0.22.1."""
+"""Where a token-level request has its transfer parameters, up to 0.28.0."""
 
 from __future__ import annotations
 
@@ -6,23 +6,40 @@ from typing import Any
 
 import pytest
 
-from vllm_overlay.entrypoints.serve.disagg.api_router import TokensRoute
+from vllm_overlay.entrypoints.serve.disagg.api_router import TAKES_OWN, TokensRoute
 
-THERE: dict[str, Any] = {"kv_transfer_params": {"do_remote_prefill": True}}
+PARAMS = {"do_remote_prefill": True}
+THERE: dict[str, Any] = {"kv_transfer_params": PARAMS}
+
+
+async def ignores() -> None:
+    """An endpoint as on stock."""
+
+
+async def takes() -> None:
+    """An endpoint as patched."""
+
+
+setattr(takes, TAKES_OWN, True)
 
 
 @pytest.mark.parametrize(
-    ("body", "params"),
+    ("body", "ignored", "taken"),
     [
-        ({"sampling_params": {"extra_args": THERE}}, THERE["kv_transfer_params"]),
-        (THERE, None),  # the handler ignores them there
-        ({**THERE, "sampling_params": {"extra_args": {"kv_transfer_params": 7}}}, 7),
-        ({}, None),
-        ({"sampling_params": None}, None),
-        ({"sampling_params": []}, None),
-        ({"sampling_params": {"extra_args": "x"}}, None),
-        ({"sampling_params": {"extra_args": {}}}, None),
+        ({"sampling_params": {"extra_args": THERE}}, PARAMS, PARAMS),
+        (THERE, None, PARAMS),
+        ({**THERE, "sampling_params": {"extra_args": {"kv_transfer_params": 7}}}, 7, 7),
+        ({**THERE, "sampling_params": {"extra_args": {"kv_transfer_params": {}}}}, {}, {}),
+        ({**THERE, "sampling_params": {"extra_args": {"kv_transfer_params": None}}}, None, PARAMS),
+        ({}, None, None),
+        ({"sampling_params": None}, None, None),
+        ({"sampling_params": []}, None, None),
+        ({"sampling_params": {"extra_args": "x"}}, None, None),
+        ({"sampling_params": {"extra_args": {}}}, None, None),
     ],
 )
-def test_in_the_sampling_parameters_and_nowhere_else(body: dict[str, Any], params: object) -> None:
-    assert TokensRoute.transfer_params(body) == params
+def test_in_the_sampling_parameters_and_in_the_field_where_that_is_taken(
+    body: dict[str, Any], ignored: object, taken: object
+) -> None:
+    assert TokensRoute("/", ignores).transfer_params(body) == ignored
+    assert TokensRoute("/", takes).transfer_params(body) == taken
