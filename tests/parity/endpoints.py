@@ -11,10 +11,12 @@ from unittest import mock
 
 from tests.parity.scenario import LeftOutError, Observed, scenario, scrubbed
 from tests.parity.visits import CONNECTORS, OWN, seen, serving, visit
+from tests.support.release import since
 from tests.support.serving_app import ENDPOINTS, MAX_MODEL_LEN, MODEL, REMOTE, Server, body
 
 CHAT = [{"role": "user", "content": "hi"}]
 COMPLETIONS, RESPONSES = "/v1/completions", "/v1/responses"
+TOKENS = "/inference/v1/generate"
 
 OTHERS: dict[str, dict[str, Any]] = {
     "/tokenize": {"prompt": "hi"},
@@ -202,6 +204,61 @@ async def nobody_waits_and_the_request_is_refused(connector: str) -> Observed:
                     answer = await visit(server, "POST", path, raw)
                     observed[f"{path}, {name}, {outcome}"] = seen(answer, server.core)
     return observed
+
+
+async def _own_params(connector: str, places: dict[str, tuple[object, object]]) -> Observed:
+    """Token-level requests with parameters in their own field, and among their sampling ones."""
+    observed: dict[str, Observed] = {}
+    async with serving(connector=connector) as server:
+        for name, (own, sampling) in places.items():
+            for how in ({}, {"stream": True}, {"model": "no-such-model"}):
+                changes = {"kv_transfer_params": own, "extra_args": sampling, **how}
+                raw = json.dumps(body(TOKENS, None, **changes)).encode()
+                answer = await visit(server, "POST", TOKENS, raw)
+                may_tell = connector in OWN and answer.status != 200
+                observed[f"{name}, {how}"] = seen(answer, server.core, may_tell=may_tell)
+    return observed
+
+
+_PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+_EVERYWHERE: dict[str, tuple[object, object]] = {
+    "the same twice": (REMOTE, {"kv_transfer_params": REMOTE}),
+    "another's in the field": (
+        {**REMOTE, "remote_request_id": "cmpl-p-1"},
+        {"kv_transfer_params": REMOTE},
+    ),
+    "a prefill in the field": (_PREFILL, {"kv_transfer_params": REMOTE}),
+    "nothing in the field": ({}, None),
+    "nothing in the field, and more": ({}, {"other": 1}),
+    "null in the field": (None, {"kv_transfer_params": REMOTE}),
+    "no object": ([1], {"kv_transfer_params": REMOTE}),
+}
+_FIELD_ALONE: dict[str, tuple[object, object]] = {
+    "of a decode": (REMOTE, None),
+    "of a prefill": (_PREFILL, {"other": 1}),
+    "of a prefill, null elsewhere": (_PREFILL, {"kv_transfer_params": None}),
+}
+if not since("0.29.0"):  # from there on the field goes first, and K04 refuses what stock trips over
+    _EVERYWHERE["what nobody could use in the field"] = (
+        {"do_remote_prefill": True, "remote_host": "h"},
+        {"kv_transfer_params": REMOTE},
+    )
+    _FIELD_ALONE["what nobody could use"] = (
+        {"do_remote_prefill": True, "remote_port": 2**70},
+        None,
+    )
+
+
+@scenario(*CONNECTORS)
+async def a_token_level_request_names_p_where_it_counts(connector: str) -> Observed:
+    """What stands among the sampling parameters has always counted, whatever the field says."""
+    return await _own_params(connector, _EVERYWHERE)
+
+
+@scenario(*[name for name in CONNECTORS if name not in OWN])
+async def a_token_level_request_names_p_in_its_field(connector: str) -> Observed:
+    """Up to 0.28.0 nobody reads it there, and our fixes read it for NIXL that pulls."""
+    return await _own_params(connector, _FIELD_ALONE)
 
 
 @scenario("NixlConnector", shows={"K10": "each conversation reads the one request of P"})
