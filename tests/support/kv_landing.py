@@ -5,7 +5,7 @@ The decode worker is told about the prefill worker by the prefill worker's own h
 is asked to receive a prompt, the reads that it posts are carried out on memory, and it is stepped
 once more. Then each token of the prompt is looked up at the place where the attention kernel will
 look: nothing here knows how blocks are paired or what they were read in, only that token `t` of a
-request sits in its logical block `t // block_size`.
+request sits in its logical block `t // block_size`, or the rank's `t`-th where ranks share tokens.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from tests.support.nixl_worker import (
     BESIDE,
     SCRIPTED,
     GroupKind,
+    context_rank,
     lives,
     make_worker,
     nixl_of,
@@ -58,7 +59,9 @@ class Deployment:
         stated: whether P says its ratio; no is what stock 0.20.x does.
         layouts: of P's cache and of D's: heads or tokens outermost within a block. D may receive
             another one than its own.
-        ranks: of P and of D. Attention has to be latent if P has several, or D another number.
+        ranks: of P and of D. Attention has to be latent if they are not as many.
+        context: of P and of D: ranks that share a prompt's tokens (decode context parallelism), and
+            how many tokens in a row each has.
     """
 
     prefill_ratio: int
@@ -72,6 +75,7 @@ class Deployment:
     stated: bool = True
     layouts: tuple[Layout, Layout] = ("HND", "HND")
     ranks: tuple[int, int] = (1, 1)
+    context: tuple[tuple[int, int], tuple[int, int]] = ((1, 1), (1, 1))
 
     @property
     def decode_block(self) -> int:
@@ -104,8 +108,8 @@ class Engines:
         nixl: Mapping[str, Any] = SCRIPTED,
     ) -> None:
         d = deployment
-        if d.ranks != (1, 1) and not d.mla:
-            raise HarnessError("several ranks that share heads out", "a latent cache")
+        if d.ranks[0] != d.ranks[1] and not d.mla:
+            raise HarnessError("ranks that share heads out otherwise", "a latent cache")
         kernels = d.kernel, d.kernel * d.split
         blocks = kernels[0] * d.prefill_ratio, kernels[1] * d.decode_ratio
         self.deployment = d
@@ -127,6 +131,7 @@ class Engines:
                 layout=d.layouts[side],
                 permute=d.layouts[0] != d.layouts[1],
                 nixl=nixl,
+                context=d.context[side],
             )
 
         self.ranks = [make(0, rank) for rank in range(d.ranks[0])]
@@ -143,7 +148,10 @@ class Engines:
             if not self.deployment.stated:
                 said.pop("physical_blocks_per_logical_kv_block", None)
             metadata = msgspec.convert(said, NixlAgentMetadata)
-            agents[rank_key(rank)] = self.decode.add_remote_agent(metadata, rank, len(self.ranks))
+            with context_rank(self.decode.tp_rank, self.deployment.context[1][0]):
+                agents[rank_key(rank)] = self.decode.add_remote_agent(
+                    metadata, rank, len(self.ranks)
+                )
         self.decode._remote_agents["P"] = agents
 
     def faults_of_a_prompt(self, tokens: int, hit: int = 0, seed: int = 0) -> list[str]:
@@ -168,7 +176,7 @@ class Engines:
             [d.asked_for(g, ids, hit) for g, ids in enumerate(ours)],
             [p.asked_for(g, ids, 0) for g, ids in enumerate(theirs)],
         )
-        first = hit * self.deployment.decode_block
+        first = hit * self.deployment.decode_block * self.deployment.context[1][0]
         found = [
             fault
             for group in range(len(self.deployment.groups))
@@ -208,13 +216,23 @@ class _Side:
         self.ratio = worker._physical_blocks_per_logical_kv_block
         self.kernel: int = worker.block_size
         self.block = self.kernel * self.ratio
+        parallel = worker.vllm_config.parallel_config
+        self.sharers: int = parallel.decode_context_parallel_size
+        self.in_a_row: int = parallel.cp_kv_cache_interleave_size
+
+    def place(self, token: int) -> int | None:
+        """Which of the tokens that this rank holds a token of the prompt is; None if of none."""
+        turn, within = divmod(token, self.in_a_row)
+        if turn % self.sharers != self.worker.tp_rank % self.sharers:
+            return None
+        return turn // self.sharers * self.in_a_row + within
 
     def allocate(self, tokens: int, seed: int) -> list[list[int]]:
         """Logical blocks of a prompt for each group, none of them twice: groups share memory."""
         chance = torch.Generator().manual_seed(seed)
         free = (1 + torch.randperm(self.worker._logical_num_blocks - 1, generator=chance)).tolist()
         counts = [
-            1 if isinstance(group.kv_cache_spec, MambaSpec) else -(-tokens // self.block)
+            1 if isinstance(group.kv_cache_spec, MambaSpec) else -(-tokens // (self.block * self.sharers))
             for group in self.groups
         ]
         return [[free.pop() for _ in range(count)] for count in counts]
@@ -241,8 +259,9 @@ class _Side:
                 for kernel in range(block * self.ratio, (block + 1) * self.ratio):
                     self._kernel_block(cache, kernel)[:] = -1
             for token in range(tokens):
-                cell = self._cell(cache, ids, token)
-                cell[:] = _written(cell, token, layer)
+                if (place := self.place(token)) is not None:
+                    cell = self._cell(cache, ids, place)
+                    cell[:] = _written(cell, token, layer)
 
     def faults(self, group: int, ids: list[int], wanted: Sequence[int]) -> list[str]:
         """Tokens of `wanted` that are not in their place, or a state that is not this rank's."""
@@ -259,7 +278,9 @@ class _Side:
                 continue
             window = getattr(spec, "sliding_window", None)
             for token in wanted[-window:] if window else wanted:
-                cell = self._cell(cache, ids, token)
+                if (place := self.place(token)) is None:
+                    continue
+                cell = self._cell(cache, ids, place)
                 if not torch.equal(cell, _written(cell, token, layer)):
                     held = cell[0, :, 0].tolist(), cell[0, :, -1].tolist()
                     found.append(f"{name}: token {token} holds {held[0]} of heads {held[1]}")
@@ -300,10 +321,10 @@ class _Side:
             and bool(self._kernel_block(self.worker.device_kv_caches[name], kernel).any())
         ]
 
-    def _cell(self, cache: torch.Tensor, ids: list[int], token: int) -> torch.Tensor:
-        """Where a token's keys and values are."""
-        within = token % self.block
-        index = ids[token // self.block] * self.ratio + within // self.kernel
+    def _cell(self, cache: torch.Tensor, ids: list[int], place: int) -> torch.Tensor:
+        """Where the keys and values of the rank's token of this number are."""
+        within = place % self.block
+        index = ids[place // self.block] * self.ratio + within // self.kernel
         return self._kernel_block(cache, index)[..., within % self.kernel, :]
 
     def _kernel_block(self, cache: torch.Tensor, index: int) -> torch.Tensor:

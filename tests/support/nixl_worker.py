@@ -50,6 +50,7 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backend import AttentionBackend
@@ -695,6 +696,14 @@ def surroundings(
         yield
 
 
+@contextlib.contextmanager
+def context_rank(tp_rank: int, size: int) -> Iterator[None]:
+    """Be the rank, of so many that share a prompt's tokens, that a tensor rank is."""
+    group = SimpleNamespace(rank_in_group=tp_rank % size, world_size=size)
+    with mock.patch.object(parallel_state, "get_dcp_group", lambda: group):
+        yield
+
+
 @building("a NIXL worker")
 def make_worker(
     *,
@@ -711,6 +720,7 @@ def make_worker(
     whole: bool = False,
     worker_class: type[NixlConnectorWorker] = NixlConnectorWorker,
     nixl: Mapping[str, Any] = SCRIPTED,
+    context: tuple[int, int] = (1, 1),
     **config: Any,  # noqa: ANN401 - handed on
 ) -> NixlConnectorWorker:
     """A worker with registered KV caches, over a `ScriptedNixl` (see `nixl_of`) or a real one.
@@ -730,6 +740,8 @@ def make_worker(
             FlashAttention too, not each in a tensor of its own. From 0.26.0 on they always do.
         worker_class: the class to build.
         nixl: the NIXL underneath.
+        context: ranks that share a prompt's tokens (decode context parallelism), and how many
+            tokens in a row each has.
         config: further keyword arguments of `make_vllm_config`.
     """
     heads = max(1, HEADS // tp_size)
@@ -742,6 +754,8 @@ def make_worker(
         **config,
     )
     vllm_config.parallel_config.tensor_parallel_size = tp_size
+    vllm_config.parallel_config.decode_context_parallel_size = context[0]
+    vllm_config.parallel_config.cp_kv_cache_interleave_size = context[1]
     kv_cache_config = make_kv_cache_config(
         groups,
         mla=mla,
@@ -758,7 +772,7 @@ def make_worker(
         get_tensor_model_parallel_rank=lambda: tp_rank,
         get_tensor_model_parallel_world_size=lambda: tp_size,
         **nixl,
-    ):
+    ), context_rank(tp_rank, context[0]):
         worker = worker_class(vllm_config, engine_id, kv_cache_config)
         caches = allocate(kv_cache_config, kernel_block_size or block_size, whole, layout)
         worker.register_kv_caches(caches)
