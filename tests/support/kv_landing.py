@@ -232,7 +232,9 @@ class _Side:
         chance = torch.Generator().manual_seed(seed)
         free = (1 + torch.randperm(self.worker._logical_num_blocks - 1, generator=chance)).tolist()
         counts = [
-            1 if isinstance(group.kv_cache_spec, MambaSpec) else -(-tokens // (self.block * self.sharers))
+            1
+            if isinstance(group.kv_cache_spec, MambaSpec)
+            else -(-tokens // (self.block * self.sharers))
             for group in self.groups
         ]
         return [[free.pop() for _ in range(count)] for count in counts]

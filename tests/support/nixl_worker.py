@@ -53,6 +53,7 @@ from vllm.config import (
 from vllm.distributed import parallel_state
 from vllm.distributed.kv_transfer.kv_connector import utils as kv_connector_utils
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.registry import MambaAttentionBackendEnum
 from vllm.v1.kv_cache_interface import (
@@ -70,10 +71,10 @@ from tests.support.harness import HarnessError, building, is_of_release
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.stand_in_model import HEAD_SIZE, HEADS, LAYERS, model_folder
 
-GroupKind = Literal["full", "sliding", "mamba", "kda", "wide"]
+GroupKind = Literal["full", "sliding", "mamba", "kda", "wide", "nvfp4"]
 """What one KV-cache group holds: all tokens, a window of them, a recurrent state of Mamba-2 or of
-Kimi's delta attention, or all tokens in blocks of twice the size, as layers with half the heads
-have them beside others."""
+Kimi's delta attention, all tokens in blocks of twice the size, as layers with half the heads
+have them beside others, or all tokens in four bits an element, with scales."""
 
 STATES = ("mamba", "kda")
 """The kinds of groups that hold states."""
@@ -511,9 +512,26 @@ def _backend(
     return TinyBackend
 
 
+def _nvfp4(block_size: int, heads: int) -> KVCacheSpec:
+    """Of 16 elements of each head: from 0.20.0 on."""
+    known = {field.name for field in dataclasses.fields(FullAttentionSpec)}
+    packed: dict[str, Any] = {"num_head_slots": 2 * heads, "state_content_bytes": 9}
+    spec: Any = FullAttentionSpec
+    return spec(  # type: ignore[no-any-return]
+        block_size=block_size,
+        num_kv_heads=heads,
+        head_size=16,
+        dtype=torch.uint8,
+        kv_quant_mode=kv_cache_interface.KVQuantMode.NVFP4,
+        **(packed if known.issuperset(packed) else {}),
+    )
+
+
 def _spec(
     kind: GroupKind, mla: bool, block_size: int, heads: int, state_tokens: int
 ) -> KVCacheSpec:
+    if kind == "nvfp4":
+        return _nvfp4(block_size, heads)
     full: FullAttentionSpec = (
         MLAAttentionSpec(block_size=block_size, num_kv_heads=1, head_size=40, dtype=DTYPE)
         if mla
@@ -628,6 +646,11 @@ def allocate(
                 caches[name] = blocks if _ONE_STATE else states_in(blocks, spec)
                 continue
             kernel_blocks = config.num_blocks * spec.block_size // kernel_block_size
+            if spec.dtype == torch.uint8:  # nvfp4, heads outermost
+                inner = (2 * spec.num_kv_heads,) if BESIDE else (2, spec.num_kv_heads)
+                pages = raw.view(torch.uint8).view(kernel_blocks, *inner, kernel_block_size, -1)
+                caches[name] = pages if BESIDE else pages.transpose(2, 3)
+                continue
             flat = raw.view(DTYPE)
             latent = isinstance(spec, MLAAttentionSpec)
             if PACKED or (BESIDE and not latent):
@@ -764,15 +787,18 @@ def make_worker(
         heads=heads,
         state_tokens=state_tokens,
     )
-    with surroundings(
-        mla=mla,
-        kernel_block_size=kernel_block_size,
-        layout=layout,
-        whole=whole,
-        get_tensor_model_parallel_rank=lambda: tp_rank,
-        get_tensor_model_parallel_world_size=lambda: tp_size,
-        **nixl,
-    ), context_rank(tp_rank, context[0]):
+    with (
+        surroundings(
+            mla=mla,
+            kernel_block_size=kernel_block_size,
+            layout=layout,
+            whole=whole,
+            get_tensor_model_parallel_rank=lambda: tp_rank,
+            get_tensor_model_parallel_world_size=lambda: tp_size,
+            **nixl,
+        ),
+        context_rank(tp_rank, context[0]),
+    ):
         worker = worker_class(vllm_config, engine_id, kv_cache_config)
         caches = allocate(kv_cache_config, kernel_block_size or block_size, whole, layout)
         worker.register_kv_caches(caches)

@@ -58,8 +58,8 @@ def refuse_other_share(
     """Refuse a rank of a peer that a pull would read though it holds other tokens than this one.
 
     Of several ranks with the same latent cache the first is read, and the others hear of it. Heads
-    that lie on several ranks are read of all; those keep whole prompts, as this one does, or upstream
-    refuses them after this.
+    that lie on several ranks are read of all; those keep whole prompts, as this one does, or
+    upstream refuses them after this.
 
     Args:
         worker: that of this rank.

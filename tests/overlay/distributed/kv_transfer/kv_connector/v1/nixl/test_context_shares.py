@@ -29,7 +29,12 @@ def said(worker: Any) -> dict[str, Any]:  # noqa: ANN401 - a worker
 
 @pytest.mark.parametrize(
     ("rank", "context", "share"),
-    [(1, (1, 1), [0, 1, 1]), (1, (1, 4), [0, 1, 1]), (1, (2, 4), [1, 2, 4]), (3, (2, 1), [1, 2, 1])],
+    [
+        (1, (1, 1), [0, 1, 1]),
+        (1, (1, 4), [0, 1, 1]),
+        (1, (2, 4), [1, 2, 4]),
+        (3, (2, 1), [1, 2, 1]),
+    ],
 )
 def test_what_a_rank_says(rank: int, context: tuple[int, int], share: list[int]) -> None:
     worker = make_worker(mla=True, tp_size=4, tp_rank=rank, context=context)
@@ -41,7 +46,9 @@ def test_a_stock_peer_passes_over_it() -> None:
     stock = dataclasses.make_dataclass(
         "Stock",
         [
-            (one.name, one.type) if one.default is dataclasses.MISSING else (one.name, one.type, one)
+            (one.name, one.type)
+            if one.default is dataclasses.MISSING
+            else (one.name, one.type, one)
             for one in dataclasses.fields(NixlAgentMetadata)
             if one.name != "context_share"
         ],
@@ -90,7 +97,9 @@ def test_equal_shares_are_read_rightly(
 def test_also_of_heads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ModelConfig, "get_total_num_kv_heads", lambda _: 4)
     for rank in range(8):
-        engines = Engines(Deployment(1, 1, ranks=(8, 8), context=((2, 1), (2, 1))), decode_rank=rank)
+        engines = Engines(
+            Deployment(1, 1, ranks=(8, 8), context=((2, 1), (2, 1))), decode_rank=rank
+        )
         engines.connect()
         assert engines.faults_of_a_prompt(61, 1) == []
 
@@ -101,7 +110,9 @@ OURS: dict[str, Any] = {"mla": True, "tp_size": 2, "tp_rank": 1, "context": (2, 
 def refusal(worker: Any, share: Any, rank: int = 1, ranks: int = 2) -> str:  # noqa: ANN401
     """How a peer's rank is refused; empty if it is not."""
     peer = peer_metadata(worker, "P", rank, ranks, context_share=share)
-    with context_rank(worker.tp_rank, worker.vllm_config.parallel_config.decode_context_parallel_size):
+    with context_rank(
+        worker.tp_rank, worker.vllm_config.parallel_config.decode_context_parallel_size
+    ):
         try:
             shares.refuse_other_share(worker, peer, rank, ranks)
         except RuntimeError as error:
