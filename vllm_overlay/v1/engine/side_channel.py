@@ -60,7 +60,7 @@ def take_host(vllm_config: VllmConfig) -> None:
     port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
     if _listening_fails(host, port) not in _FOREIGN:
         return
-    import ray  # noqa: PLC0415 - there, where this is an actor
+    import ray  # type: ignore[import-not-found, unused-ignore]  # there, where this is an actor
 
     for other in (own, ray.util.get_node_ip_address()):
         if other and not _listening_fails(other, port):
@@ -72,7 +72,9 @@ def take_host(vllm_config: VllmConfig) -> None:
 def _has_side_channel(vllm_config: VllmConfig) -> bool:
     """Whether NIXL's is the connector, or one of several."""
     config = vllm_config.kv_transfer_config
-    return config is not None and "Nixl" in f"{config.kv_connector}{config.kv_connector_extra_config}"
+    return (
+        config is not None and "Nixl" in f"{config.kv_connector}{config.kv_connector_extra_config}"
+    )
 
 
 def _listening_fails(host: str, port: int) -> int:
