@@ -46,6 +46,7 @@ from tests.support.nixl_worker import (
     sent,
 )
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.ray_actors import HOST, Node, actors, announced, nixl_part
 from tests.support.release import since
 from tests.support.serving_app import REMOTE
 from tests.support.stand_in_model import HEAD_SIZE
@@ -655,3 +656,23 @@ def leases_end_in_any_order() -> Observed:
     if not since("0.22.0"):
         raise LeftOutError("leases of this release are all equally long")
     return _ending(("long", 60.0), ("a", -2.0), ("c", 0.5), ("d", 60.0), ("b", -1.0))
+
+
+@scenario()
+def actors_announce_hosts_of_their_nodes() -> Observed:
+    """Engine cores that Ray runs: with a host at which each node can listen, or with none.
+
+    From 0.22.0 on an actor does not take the server's.
+    """
+    observed: dict[str, Observed] = {}
+    for server in ("127.0.0.1", "0.0.0.0", "localhost", None):  # noqa: S104
+        for own in ("127.0.0.3", None):
+            config = nixl_worker.make_vllm_config(engine_id="prefill")
+            node = Node("127.0.0.2", {HOST: own} if own else {})
+            hosts = []
+            with actors(config, {HOST: server} if server else {}) as made:
+                for actor in made:
+                    with actor.on(node) as its:
+                        hosts.append(announced(nixl_part(its))[0])
+            observed[f"the server's {server}, the node's {own}"] = hosts
+    return observed

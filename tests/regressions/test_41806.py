@@ -19,13 +19,12 @@ import zmq
 
 from tests.support.nixl_worker import STAGES, make_vllm_config, make_worker
 from tests.support.offering import introduce
-from tests.support.ray_actors import HOST, Actor, Node, actors, announced, nixl_part
+from tests.support.ray_actors import ELSEWHERE, HOST, Actor, Node, actors, announced, nixl_part
 
 # A thread that ends so is what this is about.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
-DRIVERS = "192.0.2.1"
-"""An address for documentation (RFC 5737): no machine has it."""
+DRIVERS = ELSEWHERE[0]
 
 OTHER = Node("127.0.0.2")
 
@@ -34,12 +33,8 @@ SOON = 10.0
 
 
 @contextlib.contextmanager
-def started(
-    host: str = DRIVERS, *, moe: bool = False, size: int = 2, later: int = 0
-) -> Iterator[list[Actor]]:
-    config = make_vllm_config(engine_id="prefill")
-    vars(config.model_config)["is_moe"] = moe  # a property of the class, cached or not
-    with actors(config, {HOST: host}, size, later) as made:
+def started(host: str = DRIVERS, *, moe: bool = False, later: int = 0) -> Iterator[list[Actor]]:
+    with actors(make_vllm_config(engine_id="prefill"), {HOST: host}, later=later, moe=moe) as made:
         yield made
 
 
@@ -53,8 +48,9 @@ def port(monkeypatch: pytest.MonkeyPatch) -> int:
     return number
 
 
-def test_it_announces_an_address_of_its_node(port: int) -> None:
-    with started() as made, made[1].on(OTHER) as config:
+@pytest.mark.parametrize("moe", [False, True])
+def test_it_announces_an_address_of_its_node(port: int, moe: bool) -> None:
+    with started(moe=moe) as made, made[1].on(OTHER) as config:
         assert announced(nixl_part(config)) == ("127.0.0.2", port)
 
 

@@ -5,7 +5,7 @@ which node an actor runs; there it has that node's environment below what Ray wa
 is vLLM's own up to where its engine core would be made. Of a cluster there is nothing else here.
 
     with actors(config, {HOST: "10.0.0.1"}) as made, made[1].on(Node("10.0.0.2")) as config:
-        part = nixl_part(config)
+        host, port = announced(nixl_part(config))
 """
 
 from __future__ import annotations
@@ -29,6 +29,9 @@ from tests.support.nixl_release import NixlConnectorScheduler
 from tests.support.nixl_worker import make_kv_cache_config
 
 HOST = "VLLM_NIXL_SIDE_CHANNEL_HOST"
+
+ELSEWHERE = ("240.0.0.1", "240.0.0.2", "240.0.0.3")
+"""Addresses of other nodes. They are reserved (RFC 1112), and no machine has one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,6 +83,8 @@ def actors(
     environment: Mapping[str, str],
     size: int = 2,
     later: int = 0,
+    *,
+    moe: bool = False,
 ) -> Iterator[list[Actor]]:
     """Start a server of so many data-parallel ranks by Ray, and add ranks later.
 
@@ -88,6 +93,7 @@ def actors(
         environment: what is set where the server is started, beside what is set here.
         size: how many ranks there are.
         later: how many Ray adds while the server runs.
+        moe: whether their model is a mixture of experts; such actors are of another class.
     """
     made: list[Actor] = []
 
@@ -113,7 +119,8 @@ def actors(
     parallel = vllm_config.parallel_config
     parallel.data_parallel_size = size
     parallel.data_parallel_size_local = 1
-    with mock.patch.dict(sys.modules, modules):
+    kind = type(vllm_config.model_config)
+    with mock.patch.dict(sys.modules, modules), mock.patch.object(kind, "is_moe", moe):
         with mock.patch.dict(os.environ, environment), building("a server by Ray"):
             manager = utils.CoreEngineActorManager(
                 vllm_config, mock.Mock(), mock.Mock(), False, _groups(size), [0] * size

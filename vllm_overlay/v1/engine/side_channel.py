@@ -60,10 +60,10 @@ def take_host(vllm_config: VllmConfig) -> None:
     port = envs.VLLM_NIXL_SIDE_CHANNEL_PORT + vllm_config.parallel_config.data_parallel_index
     if _listening_fails(host, port) not in _FOREIGN:
         return
-    import ray  # type: ignore[import-not-found, unused-ignore]  # there, where this is an actor
+    import ray  # only where this is an actor
 
-    for other in (own, ray.util.get_node_ip_address()):
-        if other and not _listening_fails(other, port):
+    for other in (own or host, ray.util.get_node_ip_address()):
+        if not _listening_fails(other, port):
             os.environ[HOST] = other
             logger.info("NIXL's side channel: %s is not on this node, %s is taken", host, other)
             return
@@ -72,9 +72,9 @@ def take_host(vllm_config: VllmConfig) -> None:
 def _has_side_channel(vllm_config: VllmConfig) -> bool:
     """Whether NIXL's is the connector, or one of several."""
     config = vllm_config.kv_transfer_config
-    return (
-        config is not None and "Nixl" in f"{config.kv_connector}{config.kv_connector_extra_config}"
-    )
+    if config is None:
+        return False
+    return "Nixl" in f"{config.kv_connector} {config.kv_connector_extra_config}"
 
 
 def _listening_fails(host: str, port: int) -> int:
@@ -84,5 +84,6 @@ def _listening_fails(host: str, port: int) -> int:
         try:
             listener.bind(make_zmq_path("tcp", host, port))
         except zmq.ZMQError as error:
-            return error.errno or errno.EINVAL
+            number: int = error.errno
+            return number
     return 0
