@@ -517,7 +517,7 @@ def _nvfp4(block_size: int, heads: int) -> KVCacheSpec:
     known = {field.name for field in dataclasses.fields(FullAttentionSpec)}
     packed: dict[str, Any] = {"num_head_slots": 2 * heads, "state_content_bytes": 9}
     spec: Any = FullAttentionSpec
-    return spec(  # type: ignore[no-any-return]
+    made: KVCacheSpec = spec(
         block_size=block_size,
         num_kv_heads=heads,
         head_size=16,
@@ -525,6 +525,7 @@ def _nvfp4(block_size: int, heads: int) -> KVCacheSpec:
         kv_quant_mode=kv_cache_interface.KVQuantMode.NVFP4,
         **(packed if known.issuperset(packed) else {}),
     )
+    return made
 
 
 def _spec(
