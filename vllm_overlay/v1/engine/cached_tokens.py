@@ -61,7 +61,7 @@ def reports_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
             output.num_cached_tokens = said
         params = getattr(output, "kv_transfer_params", None)  # a pooled answer has none
         if isinstance(params, dict) and params.get("do_remote_prefill") and _NIXLS in params:
-            params.setdefault(FIELD, max(0, self.num_cached_tokens))
+            output.kv_transfer_params = {FIELD: max(0, self.num_cached_tokens), **params}
         return output
 
     return wrapper

@@ -74,8 +74,10 @@ def test_who_reads_nothing_counts_for_itself(params: dict[str, Any] | None) -> N
 
 @pytest.mark.parametrize("own", [0, 16])
 def test_p_hands_over_its_count_as_0_31_0_does(own: int) -> None:
-    told, _ = processed({"do_remote_decode": True}, dict(REMOTE), own=own)
+    answered = dict(REMOTE)
+    told, _ = processed({"do_remote_decode": True}, answered, own=own)
     assert told.kv_transfer_params == REMOTE | {"remote_prefill_cached_tokens": own}
+    assert answered == REMOTE, "what the engine core said is its own"
 
 
 def test_what_is_pooled_is_counted_as_on_stock() -> None:
