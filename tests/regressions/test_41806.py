@@ -18,7 +18,6 @@ import pytest
 import zmq
 
 from tests.support.nixl_worker import STAGES, make_vllm_config, make_worker
-from tests.support.offering import introduce
 from tests.support.ray_actors import ELSEWHERE, HOST, Actor, Node, actors, announced, nixl_part
 
 # A thread that ends so is what this is about.
@@ -74,8 +73,9 @@ def test_so_does_one_that_comes_later() -> None:
 
 def listens(part: Any) -> bool:  # noqa: ANN401 - of a release
     """Let the engine offer its worker's metadata, as it does when it starts: does it go on?"""
-    said = {0: make_worker(engine_id="prefill").xfer_handshake_metadata}
-    starts = threading.Thread(target=introduce, args=(part, said), daemon=True)
+    rank = (0, 0) if STAGES else 0
+    said = {rank: make_worker(engine_id="prefill").xfer_handshake_metadata}
+    starts = threading.Thread(target=part.set_xfer_handshake_metadata, args=(said,), daemon=True)
     starts.start()
     starts.join(SOON)
     return not starts.is_alive()
