@@ -123,6 +123,7 @@ class Server:
             "--host", "127.0.0.1", "--port", str(self.port),
             "--enforce-eager", "--max-num-seqs", "8", "--dtype", "float32",
             "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(BLOCKS), *_TOKENS,
+            "--enable-prompt-tokens-details",
         ]  # fmt: skip
         if transfer is not None:
             words += ["--kv-transfer-config", json.dumps(_transfer(transfer))]

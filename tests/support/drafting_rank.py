@@ -6,7 +6,7 @@ The method is the release's; what it calls to compute, sample and keep books is 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 from unittest import mock
 
 from vllm.v1.spec_decode.eagle import EagleProposer
@@ -40,7 +40,8 @@ class DraftingRank:
         runner.device = "cpu"
         runner.num_spec_tokens, runner.effective_drafter_max_model_len = GUESSES, LENGTH
         runner.input_batch.req_ids = ["req"]
-        runner._bookkeeping_sync.return_value = (None,) * 7
+        books = get_args(GPUModelRunner._bookkeeping_sync.__annotations__["return"])
+        runner._bookkeeping_sync.return_value = (None,) * len(books)
         runner.drafter = mock.MagicMock(spec=EagleProposer)
         if hasattr(GPUModelRunner, "_input_fits_in_drafter"):  # from 0.23.0 on
             runner._input_fits_in_drafter = lambda told: GPUModelRunner._input_fits_in_drafter(
