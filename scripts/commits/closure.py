@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from scripts.patchset.overlay import PACKAGE
 from scripts.system.git import Repository
 
-_HOLDERS = (ast.stmt, ast.ExceptHandler, ast.match_case)
+_BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # fields that hold statements
 
 
 class _Module:
@@ -108,8 +108,8 @@ def _imports(tree: ast.Module) -> Iterator[tuple[str, str]]:
         if isinstance(node, ast.If) and _is_for_type_checkers(node.test):
             pending += node.orelse
             continue
-        # Nothing else holds statements, and what it holds is most of a module.
-        pending += (one for one in ast.iter_child_nodes(node) if isinstance(one, _HOLDERS))
+        for block in _BLOCKS:  # no import lies in an expression, which most nodes are
+            pending += getattr(node, block, ())
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:

@@ -33,6 +33,7 @@ class Fixes:
         self._date = repository.run("show", "-s", "--format=%cI", base).strip()
         self._stock: dict[str, str] = {}
         self._made: dict[tuple[str, ...], str] = {}  # by the fixes up to this one
+        self._overlay: dict[str, dict[str, bytes]] = {}  # what each fix needs
 
     def commit(self, patches: Sequence[Patch]) -> tuple[list[str], list[Offset]]:
         """Commit `patches`, one commit each.
@@ -62,7 +63,9 @@ class Fixes:
             for path, text in after.items():
                 stamped.setdefault(path, []).append(patch.fix_id)
                 files[path] = stamp(text, stamped[path]).encode()
-            overlay = overlay_files(patches[:number])
+            if patch.fix_id not in self._overlay:
+                self._overlay[patch.fix_id] = overlay_files([patch])
+            overlay = self._overlay[patch.fix_id]
             files.update((name, data) for name, data in overlay.items() if name not in carried)
             carried |= overlay.keys()
             fix = self._registry.fix(patch.fix_id)

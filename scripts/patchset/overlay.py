@@ -40,14 +40,17 @@ def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
     pending = [*_CORE]
     for patch in patches:
         pending += imported_by_hooks(patch)
+    seen: set[str] = set()  # most names come again and again, and each is a look at the disk
     files: dict[str, bytes] = {}
     while pending:
-        path = module_path(pending.pop())
+        module = pending.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        path = module_path(module)
         if path is None:
             continue
         name = path.relative_to(ROOT).as_posix()
-        if name in files:
-            continue
         files[name] = path.read_bytes()
         pending += _imported(files[name])
         package = path.parent if path.name != "__init__.py" else path.parent.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import load_series
 from scripts.project import project
+from scripts.system.files import only_process
 from scripts.upstream.tree import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
@@ -191,14 +193,26 @@ class TestInto:
         assert (result.returncode, "not allowed with" in result.stderr) == (2, True)
 
 
+def export_of(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the export of a real release, made by whichever of pytest's workers comes first."""
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent
+    folder = shared / "exports" / release
+    folder.parent.mkdir(exist_ok=True)
+    with only_process(folder.parent, f"exports {release}"):
+        if not folder.exists():
+            assert write_export(release, load_series(release).patches, load_registry(), folder)
+    return folder
+
+
 @pytest.fixture(scope="module", params=NEWEST)
 def fork(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a fork of a real release, with the branches of its export."""
     release: str = request.param
     folder = tmp_path_factory.mktemp(f"fork-{release}")
     git(folder, "init", "--quiet", "--initial-branch=main", "--template=")
-    series = load_series(release)
-    assert write_export(release, series.patches, load_registry(), folder / ".git" / "export")
+    shutil.copytree(export_of(release, tmp_path_factory), folder / ".git" / "export")
     bundle = str(folder / ".git" / "export" / f"kvfix-v{release}.bundle")
     git(folder, "fetch", "--quiet", bundle, "refs/heads/kvfix/*:refs/heads/kvfix/*")
     # Only now: git need not compress 3,000 files that the bundle has brought.
