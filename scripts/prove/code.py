@@ -9,18 +9,23 @@ import ast
 from collections.abc import Callable, Iterable, Sequence
 
 _UNSEEN = frozenset({"kind", "type_comment", "type_ignores", "ctx"})
+_DOCUMENTATION = ("__doc__", "getdoc")  # the names by which code looks at docstrings
 
 
 def plain(tree: ast.Module) -> str:
     """Return the code of a file in normal form."""
-    return normal(tree.body, documented=reads_docstrings(tree))
+    text = normal(tree.body)
+    # To look at all nodes would take as long again, and hardly any module has such a word.
+    if any(repr(name) in text for name in _DOCUMENTATION) and reads_docstrings(tree):
+        return normal(tree.body, documented=True)
+    return text
 
 
 def reads_docstrings(tree: ast.AST) -> bool:
     """Whether code looks at docstrings, so that they count."""
     return any(
         isinstance(node, (ast.Name, ast.Attribute))
-        and (node.id if isinstance(node, ast.Name) else node.attr) in ("__doc__", "getdoc")
+        and (node.id if isinstance(node, ast.Name) else node.attr) in _DOCUMENTATION
         for node in ast.walk(tree)
     )
 
@@ -46,19 +51,27 @@ def normal(
 def _spell_out(
     value: object, documented: bool, spell: Callable[[str], str], words: list[str]
 ) -> None:
-    """Append the words of `value`; a generator for each node would take three times as long."""
-    if isinstance(value, (ast.Import, ast.ImportFrom)):
-        words.append(_imports([value], spell))
-    elif isinstance(value, ast.AST):
+    """Append the words of `value`; a generator for each node would take three times as long.
+
+    Most of a tree are nodes, then names and texts: in this order they are asked for.
+    """
+    if isinstance(value, ast.AST):
+        if isinstance(value, (ast.Import, ast.ImportFrom)):
+            words.append(_imports([value], spell))
+            return
         words.append(f"({type(value).__name__}")
         for name in value._fields:
+            if name in _UNSEEN:
+                continue
             child = getattr(value, name, None)
             # Fields that a version of Python adds are empty where the code does not use them.
-            if name not in _UNSEEN and child is not None and child != []:
+            if child is not None and child != []:
                 words.append(f"{name}=")
                 _spell_out(child, documented, spell, words)
         words.append(")")
-    elif isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+    elif isinstance(value, str):
+        words.append(repr(spell(value)))
+    elif isinstance(value, Sequence) and not isinstance(value, bytes):
         words.append("[")
         imports: list[ast.Import | ast.ImportFrom] = []
         for child in value:
@@ -73,7 +86,7 @@ def _spell_out(
             words += filter(None, [_imports(imports, spell)])
         words.append("]")
     else:
-        words.append(repr(spell(value) if isinstance(value, str) else value))
+        words.append(repr(value))
 
 
 def _imports(statements: Iterable[ast.Import | ast.ImportFrom], spell: Callable[[str], str]) -> str:
