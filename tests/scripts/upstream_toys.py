@@ -174,6 +174,13 @@ class ToyEnvironment(Environment):
         return ["toys"]
 
 
+class ToySide(side.Side):
+    """A side whose pytest starts in half the time."""
+
+    def _variables(self) -> dict[str, str]:
+        return {**super()._variables(), "PYTEST_ADDOPTS": " ".join(toys.FEWER_PLUGINS)}
+
+
 def _wheel(folder: Path, version: str, value: int) -> Path:
     folder.mkdir(exist_ok=True)
     files = {name: text.encode() for name, text in _VLLM.items()}
@@ -221,6 +228,7 @@ if __name__ == "__main__":
     of_command = {"WORK": FOLDER / "work", "REPORTS": FOLDER / "reports"}
     of_session = {
         "Environment": ToyEnvironment,
+        "Side": ToySide,
         "load_registry": _registry,
         "project": lambda: replace(project(), releases=(RELEASE,)),
         "patched_wheel": lambda _: _wheel(FOLDER / "patched", f"{RELEASE}+kvfix.0.1.0", 2),
