@@ -12,14 +12,16 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from scripts.system.errors import GitError
 
-# Without git GitPython refuses to be imported, and nobody could say what is missing.
+if TYPE_CHECKING:
+    from git.exc import GitCommandError
+
+# Without git GitPython refuses to be imported, and nobody could say what is missing. It takes a
+# quarter of a command's start, so only who runs git imports it.
 os.environ["GIT_PYTHON_REFRESH"] = "quiet"
-from git.cmd import Git
-from git.exc import GitCommandError, GitCommandNotFound
 
 _PINNED = {
     "commit.gpgSign": "false",
@@ -123,6 +125,8 @@ class Repository:
         Raises:
             GitError: Git is not there, or the command failed.
         """
+        from git.exc import GitCommandError
+
         try:
             output: bytes = self._execute(
                 arguments, env, pinned, strip_newline_in_stdout=False, stdout_as_string=False
@@ -190,6 +194,9 @@ class Repository:
         pinned: Mapping[str, str],
         **how: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
+        from git.cmd import Git
+        from git.exc import GitCommandNotFound
+
         options = [word for key, value in pinned.items() for word in ("-c", f"{key}={value}")]
         for name in _FOREIGN:  # GitPython only adds to the environment
             os.environ.pop(name, None)
