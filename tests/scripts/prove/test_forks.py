@@ -118,10 +118,15 @@ def test_one_thread_at_a_time_parses_python(environment: Environment, tmp_path: 
     assert (ended.stdout, ended.stderr) == ("4 1\n", "")
 
 
+SLEEPER = (  # for which the process does not wait
+    "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+)
+
+
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("import threading, time; threading.Thread(target=time.sleep, args=(9,)).start()", "2 thr"),
+        (SLEEPER, "2 thr"),
         ("import vllm", "'vllm'"),
     ],
 )
