@@ -1,7 +1,8 @@
 """A small patch set that can be carried: releases of a small vLLM, and real tests of its fixes.
 
-Everything runs as it does for users but for two things: an environment is an unpacked wheel beside
-this Python instead of 8 GB of packages, and lint reads the patches and not the tools' own code.
+Everything runs as it does for users but for three things: an environment is an unpacked wheel
+beside this Python instead of 8 GB of packages, lint reads the patches and not the tools' own code,
+and what mypy keeps (of Python's own library, above all) is one folder for all copies.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
         "[*code_faults(), *patch_set_faults(), *figure_faults()]",
         "[*patch_set_faults()]",
     )
+    kept = repr(str(folder / "mypy"))
+    change(made.folder / "scripts/checks/typecheck.py", '_WORK / f"cache-{release}"', kept)
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
     result = made.run("edit", "--restamp")
