@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """All releases: a client of P/D is told how much of its prompt P had in its cache.
 
-D receives all of a prompt but its last token, counts that as cached, and said so in `usage`: a
-client pays for nearly nothing, or looks for hits that never were. P's own count travels with its
+D receives a prompt, counts what it received as cached, and said so in `usage`: a client pays for
+nearly nothing, or looks for hits that never were. P's own count travels with its
 answer, under the name that upstream's 0.31.0 gave it, so either side may be stock of that release.
 
 D's own count stays what its metrics go by. Upstream overwrites it, and then
