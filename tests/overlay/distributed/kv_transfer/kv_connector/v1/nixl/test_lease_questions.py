@@ -278,9 +278,11 @@ def test_a_question_is_asked_late_rather_than_not_at_all(
 ) -> None:
     """Where D itself takes longer for a step than P has to answer."""
     questions, late = LeaseQuestions(), 2 * PATIENCE
-    peer = p.peer._replace(host="p")
-    questions.ask(peer, Question("t", "d", AGENTS, lease_questions.now()))
-    while "p" not in questions._names._known:
+    names.addresses["hangs"] = "127.0.0.1"
+    questions.ask(p.peer._replace(host="hangs"), Question("t", "d", AGENTS, lease_questions.now()))
+    assert not questions._connections  # nothing is asked yet
+    names.end.set()
+    while "hangs" not in questions._names._known:
         time.sleep(0.01)
     monkeypatch.setattr(lease_questions, "now", lambda: time.monotonic() + late)
     assert [reply.reader for reply in replies(questions, p)] == ["d"]
