@@ -11,7 +11,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 
 from scripts.patchset.hooks import added_lines
 from scripts.patchset.overlay import PACKAGE
@@ -25,6 +27,9 @@ _FAULT = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.+)")
 # modules that it has been split into since.
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 _SPLIT_INTO = ("__init__", "connector", "metadata", "scheduler", "worker")
+_AT_REST = "kvfix-at-rest"
+"""In a cache that nobody writes to."""
+
 _CONFIGURATION = """\
 [mypy]
 python_version = 3.12
@@ -48,11 +53,7 @@ def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, byte
     """
     tree = _WORK / release
     shutil.rmtree(tree, ignore_errors=True)
-    stock = release_tree(release)
-    for source in (stock / "vllm").rglob("*.py"):
-        target = tree / source.relative_to(stock)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(source, target)
+    _link(release_tree(release) / "vllm", tree / "vllm", {tree / path for path in texts})
     for path, data in {**{p: t.encode() for p, t in texts.items()}, **overlay}.items():
         target = tree / path
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -64,16 +65,17 @@ def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, byte
             (tree / _CONNECTORS / "nixl" / f"{name}.py").write_text(view)
     configuration = tree / "mypy.ini"
     configuration.write_text(_CONFIGURATION)
-    result = run(
-        [
-            sys.executable, "-m", "mypy", "--config-file", configuration,
-            "--cache-dir", _WORK / f"cache-{release}", "--no-error-summary",
-            *sorted(texts), *sorted(overlay),
-        ],
-        cwd=tree,
-        check=False,
-        timeout=900,
-    )  # fmt: skip
+    with _cache(release) as cache:
+        result = run(
+            [
+                sys.executable, "-m", "mypy", "--config-file", configuration,
+                "--cache-dir", cache, "--no-error-summary",
+                *sorted(texts), *sorted(overlay),
+            ],
+            cwd=tree,
+            check=False,
+            timeout=900,
+        )  # fmt: skip
     if result.returncode not in (0, 1) or result.stderr.strip():
         return [f"{release}: mypy did not run: {(result.stderr or result.stdout).strip()[-800:]}"]
     ours = {path: added_lines(read_source(release, path), text) for path, text in texts.items()}
@@ -85,3 +87,29 @@ def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, byte
         if path.startswith(f"{PACKAGE}/") or line in ours.get(path, ()):
             faults.append(f"{release}: {path}:{line}: {match['text']}")
     return faults
+
+
+def _link(stock: Path, tree: Path, changed: Collection[Path]) -> None:
+    """Lay out the release's folder without what is changed, of which the rest is not copied."""
+    tree.mkdir(parents=True)
+    for source in stock.iterdir():
+        target = tree / source.name
+        if any(target in path.parents for path in changed):
+            _link(source, target, changed)
+        elif target not in changed:
+            target.symlink_to(source)
+
+
+@contextmanager
+def _cache(release: str) -> Iterator[Path]:
+    """Yield mypy's cache for a release, which begins as that of one before it.
+
+    Most of what it knows is the same there: a first run takes 6 s of a core for 10.
+    """
+    cache = _WORK / f"cache-{release}"
+    at_rest = [path.parent for path in _WORK.glob(f"cache-*/{_AT_REST}")]
+    if not cache.exists() and at_rest:
+        shutil.copytree(max(at_rest), cache)
+    (cache / _AT_REST).unlink(missing_ok=True)
+    yield cache
+    (cache / _AT_REST).touch()

@@ -9,7 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from scripts.commits.closure import Closure
-from scripts.commits.fixes import Fixes, branch_name
+from scripts.commits.fixes import branch_name, commit_fixes
 from scripts.commits.patches import patch_text, release_repository
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry
@@ -62,26 +62,28 @@ def commit_branches(
 ) -> dict[str, list[str]]:
     """Make all branches on top of tag `v<release>`; return the commits of each, by its name."""
     stock = f"v{release}"
-    fixes = Fixes(repository, stock, registry)
-    branches = {}
-    for fix_id in ("", *(patch.fix_id for patch in patches)):
-        wanted = registry.with_dependencies({fix_id}) if fix_id else {p.fix_id for p in patches}
-        chosen = [patch for patch in patches if patch.fix_id in wanted]
-        name = branch_name(release, fix_id)
-        branches[name], _ = fixes.commit(chosen)
-        repository.run("branch", name, branches[name][-1])
+    chosen = {branch_name(release): patches}
+    for patch in patches:
+        wanted = registry.with_dependencies({patch.fix_id})
+        alone = [one for one in patches if one.fix_id in wanted]
+        chosen[branch_name(release, patch.fix_id)] = alone
+    made, _ = commit_fixes(repository, stock, registry, [*chosen.values()])
+    branches = dict(zip(chosen, made, strict=True))
+    for name, commits in branches.items():
+        repository.run("branch", name, commits[-1])
     repository.run("branch", branch_name(release, "stock"), stock)
     return branches
 
 
 def _check(repository: Repository, stock: str, branches: dict[str, list[str]]) -> None:
-    closure = Closure(repository)
     commits = dict.fromkeys(commit for of_branch in branches.values() for commit in of_branch)
-    faults = [
-        f"{repository.run('show', '-s', '--format=%s', commit).strip()}: {fault}"
-        for commit in commits
-        for fault in closure.faults(stock, commit)
-    ]
+    with repository.blobs() as read:
+        closure = Closure(repository, read)
+        faults = [
+            f"{repository.run('show', '-s', '--format=%s', commit).strip()}: {fault}"
+            for commit in commits
+            for fault in closure.faults(stock, commit)
+        ]
     for fault in faults:
         err.print(f"✗ {fault}", markup=False)
     if faults:

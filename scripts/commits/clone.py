@@ -8,7 +8,7 @@ from shlex import quote
 
 from packaging.version import Version
 
-from scripts.commits.fixes import Fixes
+from scripts.commits.fixes import commit_fixes
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Offset, Patch
 from scripts.patchset.registry import Registry
@@ -48,7 +48,7 @@ def apply_to_tree(
             next_step="clone vLLM or the fork there, then run the same command",
         )
     _check_state(repository, head, branch, release)
-    commits, offsets = Fixes(repository, head, registry).commit(patches)
+    (commits,), offsets = commit_fixes(repository, head, registry, [patches])
     repository.run("branch", branch, commits[-1])
     return offsets
 

@@ -8,7 +8,7 @@ What Python builds at run time is not seen: `nox -s export -- --prove` imports f
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from scripts.patchset.overlay import PACKAGE
 from scripts.system.git import Repository
@@ -40,10 +40,15 @@ class _Module:
 
 
 class Closure:
-    """Looks into the commits of one repository; what two commits share is read once."""
+    """Looks into the commits of one repository; what two commits share is read once.
 
-    def __init__(self, repository: Repository) -> None:
-        self._repository = repository
+    Args:
+        repository: Where they are.
+        read: What returns the text of a blob there.
+    """
+
+    def __init__(self, repository: Repository, read: Callable[[str], str]) -> None:
+        self._repository, self._read = repository, read
         self._trees: dict[str, dict[str, str]] = {}
         self._modules: dict[str, _Module] = {}  # by blob
 
@@ -90,8 +95,7 @@ class Closure:
 
     def _module(self, blob: str) -> _Module:
         if blob not in self._modules:
-            text = self._repository.run("cat-file", "blob", blob)
-            self._modules[blob] = _Module(text, blob)
+            self._modules[blob] = _Module(self._read(blob), blob)
         return self._modules[blob]
 
 

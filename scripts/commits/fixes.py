@@ -5,7 +5,7 @@ Unlike the patches of `patches/`, which are hooks alone, such a commit works in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from scripts.patchset.overlay import overlay_files, provenance, stamp
 from scripts.patchset.patch import Offset, Patch, apply_patches
@@ -19,37 +19,46 @@ def branch_name(release: str, fix_id: str = "") -> str:
     return f"kvfix/v{release}" + (f"-{fix_id}" if fix_id else "")
 
 
-class Fixes:
-    """Fixes as commits on top of one revision; what branches have in common is made once.
+def commit_fixes(
+    repository: Repository, base: str, registry: Registry, branches: Sequence[Sequence[Patch]]
+) -> tuple[list[list[str]], list[Offset]]:
+    """Commit fixes on top of one revision, one commit each; what branches share is made once.
+
+    Each commit holds the hooks of one fix, the overlay files that it is the first to need, and its
+    provenance. Their date is that of the revision, so the same input gives the same ids.
 
     Args:
         repository: Where they are made; no branch and no checkout of it is touched.
-        base: The revision. Their date is its own, so the same input gives the same ids.
+        base: The revision.
         registry: What their messages come from.
-    """
+        branches: The patches of each branch.
 
-    def __init__(self, repository: Repository, base: str, registry: Registry) -> None:
+    Returns:
+        The commits of each branch, and the hunks that were found at other lines.
+
+    Raises:
+        TouchedFileDiffersError: The revision lacks a file that a patch changes.
+        PatchDoesNotApplyError: A hunk has no place, or several.
+    """
+    date = repository.run("show", "-s", "--format=%cI", base).strip()
+    with repository.committing(registry.author, date) as store:
+        fixes = _Fixes(repository, base, registry, store)
+        return [fixes.commit(patches) for patches in branches], fixes.offsets
+
+
+class _Fixes:
+    def __init__(
+        self, repository: Repository, base: str, registry: Registry, store: Callable[..., str]
+    ) -> None:
         self._repository, self._base, self._registry = repository, base, registry
-        self._date = repository.run("show", "-s", "--format=%cI", base).strip()
+        self._store = store
         self._stock: dict[str, str] = {}
         self._made: dict[tuple[str, ...], str] = {}  # by the fixes up to this one
         self._overlay: dict[str, dict[str, bytes]] = {}  # what each fix needs
+        self.offsets: list[Offset] = []
 
-    def commit(self, patches: Sequence[Patch]) -> tuple[list[str], list[Offset]]:
-        """Commit `patches`, one commit each.
-
-        Each commit holds the hooks of one fix, the overlay files that it is the first to need, and
-        its provenance.
-
-        Returns:
-            The commits, and the hunks that were found at other lines.
-
-        Raises:
-            TouchedFileDiffersError: The revision lacks a file that a patch changes.
-            PatchDoesNotApplyError: A hunk has no place, or several.
-        """
+    def commit(self, patches: Sequence[Patch]) -> list[str]:
         commits: list[str] = []
-        offsets: list[Offset] = []
         carried: set[str] = set()
         stamped: dict[str, list[str]] = {}
         # Without the notices, which would move the hunks of later patches.
@@ -58,7 +67,7 @@ class Fixes:
             before = {path: texts.get(path) or self._read(path) for path in patch.files}
             after, moved = apply_patches([patch], before.__getitem__)
             texts |= after
-            offsets += moved
+            self.offsets += moved
             files: dict[str, bytes] = {}
             for path, text in after.items():
                 stamped.setdefault(path, []).append(patch.fix_id)
@@ -72,15 +81,10 @@ class Fixes:
             files.update([provenance(fix)])
             key = tuple(one.fix_id for one in patches[:number])
             if key not in self._made:
-                self._made[key] = self._repository.commit(
-                    commits[-1] if commits else self._base,
-                    files,
-                    self._registry.message(fix),
-                    author=self._registry.author,
-                    date=self._date,
-                )
+                parent = commits[-1] if commits else self._base
+                self._made[key] = self._store(parent, files, self._registry.message(fix))
             commits.append(self._made[key])
-        return commits, offsets
+        return commits
 
     def _read(self, path: str) -> str:
         if path not in self._stock:

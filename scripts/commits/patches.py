@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 from scripts.patchset.patch import Patch, apply_patches
@@ -39,23 +38,16 @@ def commit_hooks(
         PatchDoesNotApplyError: A hunk has no place, or several.
     """
     commits: list[str] = []
-    for patch in patches:
-        parent = commits[-1] if commits else base
-        texts, _ = apply_patches([patch], partial(_text, repository, parent))
-        commits.append(
-            repository.commit(
-                parent,
-                {path: text.encode() for path, text in texts.items()},
-                registry.message(registry.fix(patch.fix_id)),
-                author=registry.author,
-                date=DATE,
-            )
-        )
+    texts: dict[str, str] = {}
+    with repository.committing(registry.author, DATE) as store:
+        for patch in patches:
+            before = {p: texts.get(p) or repository.read(base, p) or "" for p in patch.files}
+            after, _ = apply_patches([patch], before.__getitem__)
+            texts |= after
+            files = {path: text.encode() for path, text in after.items()}
+            message = registry.message(registry.fix(patch.fix_id))
+            commits.append(store(commits[-1] if commits else base, files, message))
     return commits
-
-
-def _text(repository: Repository, revision: str, path: str) -> str:
-    return repository.read(revision, path) or ""
 
 
 def patch_text(repository: Repository, commit: str) -> str:

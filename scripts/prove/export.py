@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.commits.clone import apply_to_tree
-from scripts.commits.fixes import Fixes, branch_name
+from scripts.commits.fixes import branch_name, commit_fixes
 from scripts.commits.patches import release_repository
 from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Patch
@@ -72,7 +72,7 @@ def _flips(
 ) -> Iterator[tuple[str, Row]]:
     """Yield what was seen at each commit; it is not run again where commit and tests are known."""
     repository = release_repository(release, folder, registry)
-    commits, _ = Fixes(repository, f"v{release}", registry).commit(patches)
+    (commits,), _ = commit_fixes(repository, f"v{release}", registry, [patches])
     fixes = [registry.fix(patch.fix_id) for patch in patches]
     environment = Environment(release).make()
     environment.install(environment.stock)

@@ -6,10 +6,11 @@ Every call pins the configuration that could change what it does: a user's `core
 
 from __future__ import annotations
 
+import datetime
 import os
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -34,6 +35,7 @@ _PINNED = {
     "core.fileMode": "true",
     "core.fsmonitor": "false",
     "core.hooksPath": os.devnull,
+    "core.looseCompression": "1",
     "core.quotePath": "true",
     "core.safecrlf": "false",
     "diff.algorithm": "myers",
@@ -48,6 +50,7 @@ _PINNED = {
     "diff.renames": "false",
     "diff.srcPrefix": "a/",
     "diff.suppressBlankEmpty": "false",
+    "fastimport.unpackLimit": "100",
     "format.coverLetter": "false",
     "format.encodeEmailHeaders": "true",
     "format.from": "false",
@@ -136,18 +139,20 @@ class Repository:
         return output.decode("utf-8", "surrogateescape")
 
     @contextmanager
-    def fed(self, *arguments: str) -> Iterator[IO[bytes]]:
-        """Run one git command; yield its standard input, and wait for its end.
+    def fed(
+        self, *arguments: str, pinned: Mapping[str, str] = _PINNED
+    ) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
+        """Run one git command; yield its standard input and output, and wait for its end.
 
         Raises:
             GitError: Git is not there, or the command failed.
         """
         # The holder ends the process when it is collected, so it has to live as long.
-        holder = self._execute(arguments, None, _PINNED, as_process=True, istream=subprocess.PIPE)
+        holder = self._execute(arguments, None, pinned, as_process=True, istream=subprocess.PIPE)
         process = holder.proc
         try:
             with suppress(BrokenPipeError):  # it has ended early, and says why
-                yield process.stdin
+                yield process.stdin, process.stdout
         finally:
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -243,55 +248,94 @@ class Repository:
             return None
         return self.run("cat-file", "blob", f"{revision}:{path}")
 
-    def commit(
-        self,
-        parent: str,
-        files: Mapping[str, bytes],
-        message: str,
-        *,
-        author: str,
-        date: str,
-    ) -> str:
-        """Store a commit on top of `parent` that sets `files`; touch no branch and no checkout.
+    @contextmanager
+    def blobs(self) -> Iterator[Callable[[str], str]]:
+        """Yield what returns the text of a blob, by one process of git for all."""
+        with self.fed("cat-file", "--batch") as (stream, answers):
 
-        A file that exists keeps its mode.
+            def read(blob: str) -> str:
+                stream.write(f"{blob}\n".encode())
+                stream.flush()
+                head = answers.readline().split()
+                if len(head) != 3:
+                    raise GitError(
+                        f"{self.path} has no blob {blob}",
+                        expected="an object of this repository",
+                        next_step="run the same command again",
+                    )
+                return answers.read(int(head[2]) + 1)[:-1].decode("utf-8", "surrogateescape")
+
+            yield read
+
+    def commit(
+        self, parent: str, files: Mapping[str, bytes], message: str, *, author: str, date: str
+    ) -> str:
+        """Store one commit, as `committing` does; return it."""
+        with self.committing(author, date) as store:
+            return store(parent, files, message)
+
+    @contextmanager
+    def committing(
+        self, author: str, date: str
+    ) -> Iterator[Callable[[str, Mapping[str, bytes], str], str]]:
+        """Store commits by one process of git; touch no branch and no checkout.
+
+        What is yielded stores one. It takes the revision or the new commit that it follows, new
+        content by path (other files stay as they are, and a file that exists keeps its mode), and
+        the whole message, and returns the commit. That is there for others when all are stored.
 
         Args:
-            parent: Revision that the commit follows.
-            files: New content by path; other files stay as they are in `parent`.
-            message: Whole commit message.
             author: `Name <address>`, also the committer.
             date: ISO 8601 time for author and committer: same input, same commit id.
         """
-        with tempfile.TemporaryDirectory() as folder:
-            index = {"GIT_INDEX_FILE": os.fspath(Path(folder, "index"))}
-            self.run("read-tree", parent, env=index)
-            names = [*files]
-            contents = [Path(folder, str(number)) for number in range(len(names))]
-            for content, name in zip(contents, names, strict=True):
-                content.write_bytes(files[name])
-            if names:
-                rows = self.run("ls-tree", "-z", parent, "--", *names).split("\0")
-                modes = {row.partition("\t")[2]: row[:6] for row in rows if row}
-                blobs = self.run("hash-object", "-w", "--no-filters", *map(os.fspath, contents))
-                entries = [
-                    word
-                    for name, blob in zip(names, blobs.split(), strict=True)
-                    for word in ("--cacheinfo", f"{modes.get(name, '100644')},{blob},{name}")
-                ]
-                self.run("update-index", "--add", *entries, env=index)
-            tree = self.run("write-tree", env=index).strip()
-            said = Path(folder, "message")
-            said.write_text(message, encoding="utf-8")
-            return self.run(
-                "commit-tree",
-                tree,
-                "-p",
-                parent,
-                "-F",
-                os.fspath(said),
-                env=identity(author, date),
-            ).strip()
+        when = datetime.datetime.fromisoformat(date)
+        who = f"{author} {when.timestamp():.0f} {when:%z}"
+        marks: dict[str, str] = {}  # of what nobody else can find yet
+        # From a pack, which it would leave of many, a bundle takes worse differences than it makes.
+        loose = _PINNED | {"fastimport.unpackLimit": "1000000"}
+        with self.fed("fast-import", "--quiet", "--done", pinned=loose) as (stream, answers):
+
+            def store(parent: str, files: Mapping[str, bytes], message: str) -> str:
+                mark = f":{len(marks) + 1}"
+                stream.write(f"commit {_NO_BRANCH}\nmark {mark}\nauthor {who}\n".encode())
+                stream.write(f"committer {who}\n".encode() + _data(message.encode()))
+                stream.write(f"from {marks.get(parent, parent)}\n".encode())
+                for path, content in files.items():
+                    name = _quoted(path)
+                    there = ask(b"ls %s\n" % name)
+                    mode = b"100644" if there.startswith(b"missing") else there[:6]
+                    stream.write(b"M %s inline %s\n" % (mode, name) + _data(content))
+                commit = ask(f"\nget-mark {mark}\n".encode()).decode().strip()
+                marks[commit] = mark
+                return commit
+
+            def ask(question: bytes) -> bytes:
+                stream.write(question)
+                stream.flush()
+                answer: bytes = answers.readline()
+                if not answer:
+                    raise BrokenPipeError  # `fed` knows why
+                return answer
+
+            try:
+                yield store
+            finally:
+                # The name that git wants for what it stores is to name nothing afterwards.
+                stream.write(f"reset {_NO_BRANCH}\nfrom {'0' * 40}\n\ndone\n".encode())
+
+
+_NO_BRANCH = "refs/kvfix/stored"
+
+
+def _data(content: bytes) -> bytes:
+    return b"data %d\n%s\n" % (len(content), content)
+
+
+def _quoted(path: str) -> bytes:
+    """Return a path as `git fast-import` reads it."""
+    for plain, quoted in (("\\", "\\\\"), ('"', '\\"'), ("\n", "\\n")):
+        path = path.replace(plain, quoted)
+    return b'"%s"' % path.encode("utf-8", "surrogateescape")
 
 
 def _words(error: GitCommandError) -> str:

@@ -161,7 +161,7 @@ def _import(repository: Repository, pinned: LockedRelease, parent: str) -> str:
     message = _message(pinned).encode()
     tag = f"refs/tags/v{pinned.release}"
     # Without `--done` a process that dies half way would leave a tag on half a release.
-    with repository.fed("fast-import", "--quiet", "--force", "--done") as stream:
+    with repository.fed("fast-import", "--quiet", "--force", "--done") as (stream, _):
         who = f"{_AUTHOR} {_DATE}"
         stream.write(f"commit {tag}\nauthor {who}\ncommitter {who}\n".encode())
         stream.write(b"data %d\n%s\n" % (len(message), message))

@@ -169,6 +169,41 @@ class TestCommit:
         modes = [row.split()[0] for row in git(tmp_path, "ls-tree", new).splitlines()]
         assert modes == ["100755", "100644"]
 
+    @pytest.mark.parametrize("path", ["ü b.py", 'a"b\\c.py', "a\nb.py", "d/e/f.py"])
+    def test_takes_any_name(self, tmp_path: Path, path: str) -> None:
+        commit(tmp_path, {"a.py": "a\n"})
+        repository = Repository(tmp_path)
+        new = repository.commit("HEAD", {path: b"\n"}, "m\n", author=AUTHOR, date=DATE)
+        assert git(tmp_path, "diff", "-z", "--name-only", "HEAD", new) == f"{path}\0"
+
+    def test_follows_one_that_is_as_new(self, tmp_path: Path) -> None:
+        commit(tmp_path, {"a.py": "a\n"})
+        repository = Repository(tmp_path)
+        with repository.committing(AUTHOR, DATE) as store:
+            one = store("HEAD", {"b.py": b"b\n"}, "one\n")
+            two = store(one, {"b.py": b"B\n"}, "two\n")
+            other = store("HEAD", {"c.py": b""}, "other\n")
+        assert two == repository.commit(one, {"b.py": b"B\n"}, "two\n", author=AUTHOR, date=DATE)
+        parents = git(tmp_path, "log", "--no-walk=unsorted", "--format=%P", two, one, other)
+        head = git(tmp_path, "rev-parse", "HEAD").strip()
+        assert parents.split() == [one, head, head]
+
+    def test_leaves_nothing_where_the_next_one_fails(self, tmp_path: Path) -> None:
+        commit(tmp_path, {"a.py": "a\n"})
+        before = git(tmp_path, "for-each-ref"), sorted((tmp_path / ".git").iterdir())
+        with (
+            pytest.raises(ZeroDivisionError),
+            Repository(tmp_path).committing(AUTHOR, DATE) as store,
+        ):
+            store("HEAD", {"a.py": b"A\n"}, "m\n")
+            raise ZeroDivisionError
+        assert (git(tmp_path, "for-each-ref"), sorted((tmp_path / ".git").iterdir())) == before
+
+    def test_needs_a_commit_to_follow(self, tmp_path: Path) -> None:
+        commit(tmp_path, {"a.py": "a\n"})
+        with pytest.raises(GitError, match=r"fast-import failed.*nobody"):
+            Repository(tmp_path).commit("nobody", {"a.py": b""}, "m\n", author=AUTHOR, date=DATE)
+
     def test_keeps_bytes_that_are_no_text(self, tmp_path: Path) -> None:
         commit(tmp_path, {"a.py": b"\xff\n\r\n"})
         text = Repository(tmp_path).read("HEAD", "a.py")
