@@ -110,6 +110,7 @@ def _cache(release: str) -> Iterator[Path]:
     at_rest = [path.parent for path in _WORK.glob(f"cache-*/{_AT_REST}")]
     if not cache.exists() and at_rest:
         shutil.copytree(max(at_rest), cache)
+    cache.mkdir(parents=True, exist_ok=True)
     (cache / _AT_REST).unlink(missing_ok=True)
     yield cache
     (cache / _AT_REST).touch()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pd.client import body, tokens_of
+from tests.pd.client import REMOTE_DECODE, body, tokens_of
 from tests.pd.deployment import PROMPTS, TOKENS, Note, Plain, Start, leases_of
 from tests.pd.model import make_hybrid
 from tests.pd.server import BLOCK, BLOCKS, Server
@@ -89,4 +89,6 @@ def test_a_prompt_that_comes_again(hybrid: Hybrid) -> None:
     prompt = (PROMPTS[0] * 9)[: 2 * size + 1]
     known = tokens_of(plain.post("/v1/completions", body(prompt, TOKENS)).json())[0]
     assert wrong(p, d, {prompt: known}, iter([prompt])) == {}
+    again = p.post("/v1/completions", body(prompt, 1, kv_transfer_params=REMOTE_DECODE))
+    assert again.status_code == 200, again.text
     assert wrong(p, d, {prompt: known}, iter([prompt])) == {}

@@ -43,6 +43,7 @@ def others(pd: Deployment, prompts: Iterator[str]) -> Callable[[], None]:
     return compute
 
 
+@pytest.mark.shows("K11")
 @pytest.mark.parametrize("refused", [with_too_many_tokens, for_a_rank_that_does_not_exist])
 def test_a_refused_request_that_is_put_right_gets_its_own_tokens(
     refused: Callable[[Server, str, Params], httpx.Response],
@@ -51,7 +52,7 @@ def test_a_refused_request_that_is_put_right_gets_its_own_tokens(
     plain: Plain,
     others: Callable[[], None],
 ) -> None:
-    """Stock P still holds the blocks, and D reads them; patched P may have freed them."""
+    """Patched P may have freed the blocks, as stock P has from 0.21.0 on; earlier it holds them."""
     prompt = next(prompts)
     params = prefill(pd.p, prompt)
     answer = refused(pd.d, prompt, params)
@@ -72,6 +73,7 @@ def test_a_request_that_was_served_and_is_sent_again_gets_its_own_tokens(
     assert served(pd.d, prompt, params) == [plain[prompt]]
 
 
+@pytest.mark.shows("K11")
 @pytest.mark.parametrize("several", ["--api-server-count", "--data-parallel-size"])
 def test_whoever_of_d_gets_it_then(
     several: str,

@@ -119,7 +119,9 @@ def main() -> None:
         "latent": of_every_ratio(Deployment(1, 1, mla=True)),
         "several groups": of_every_ratio(Deployment(1, 1, groups=("full", "sliding"))),
         # A state that fills half a logical block looks like half the ratio to a D that guesses.
-        "hybrid": of_every_ratio(hybrid) + list(faults(hybrid, [(45, 0)], state_tokens=8)),
+        "hybrid": of_every_ratio(hybrid)
+        + of_every_ratio(dataclasses.replace(hybrid, groups=("full", "sliding", "mamba")))
+        + list(faults(hybrid, [(45, 0)], state_tokens=8)),
         "larger kernel blocks on D after a prefix hit": [
             f"1/{parts}, {fault}"
             for parts, prompts in hits.items()

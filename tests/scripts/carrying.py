@@ -119,7 +119,7 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
         "[*code_faults(), *patch_set_faults(), *figure_faults()]",
         "[*patch_set_faults()]",
     )
-    kept = repr(str(folder / "mypy"))
+    kept = f"Path({str(folder / 'mypy')!r})"
     change(made.folder / "scripts/checks/typecheck.py", '_WORK / f"cache-{release}"', kept)
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
