@@ -81,7 +81,7 @@ def test_who_asks_whether_the_engine_is_idle_is_told_so() -> None:
     idle, seen = IdleCore(engine), []
     with idle:
         idle.call(lambda: leave(engine))
-        time.sleep(0.05)
+        assert wait_for(lambda: idle.steps > 0 and not engine.scheduler.has_requests())
         for _ in range(200):
             idle.call(lambda: seen.append(engine.scheduler.has_requests()))
             time.sleep(0.002)
