@@ -11,6 +11,7 @@ imported torch and transformers (tests/programs/forks.py).
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Iterable
@@ -18,13 +19,15 @@ from pathlib import Path
 
 from scripts.project import ROOT, project, supported_release
 from scripts.prove.environment import Environment
-from scripts.prove.forks import AT_ONCE, run_in_forks
+from scripts.prove.forks import run_in_forks
 from scripts.prove.pytest import in_fork, start_pytest
 from scripts.system.console import entry, err, out
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel
 
 OVERLAY_TESTS = ROOT / "tests" / "overlay"
+SHARES = 2 * (os.cpu_count() or 1)
+"""Each process imports vLLM, 8 s of a core; fewer would wait with nobody to take over."""
 _LIMIT = 1800.0  # seconds for a process, which needs half a minute; one that hangs is killed then
 
 
@@ -57,7 +60,7 @@ def arguments(words: list[str]) -> tuple[str, list[str]]:
 
 def _run_all(environment: Environment) -> list[int]:
     """Run every file and return the exit codes; what the processes say is printed in turn."""
-    shares = split(OVERLAY_TESTS.rglob("test_*.py"), AT_ONCE)
+    shares = split(OVERLAY_TESTS.rglob("test_*.py"), SHARES)
     err.print(f"{environment.release}: tests/overlay in {len(shares)} processes ...")
     results = run_in_forks(environment, [in_fork(share) for share in shares], timeout=_LIMIT)
     for result in results:

@@ -94,7 +94,7 @@ def run(monkeypatch: pytest.MonkeyPatch, started: Started, *words: str) -> None:
     monkeypatch.setattr(command, "patched_wheel", lambda release: f"wheel of {release}")
     monkeypatch.setattr(command, "start_pytest", started.pytest)
     monkeypatch.setattr(command, "run_in_forks", started.forks)
-    monkeypatch.setattr(command, "AT_ONCE", 2)
+    monkeypatch.setattr(command, "SHARES", 2)
     monkeypatch.setattr(sys, "argv", ["tests", *words])
     command.main()
 
