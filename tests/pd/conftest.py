@@ -18,7 +18,8 @@ the stock wheel of every release that one of them affects, by an assertion of it
 pass on the patched one. A server that does not come up is an error on either side. A test without
 that mark has to pass on both. `@pytest.mark.patched_only` leaves a test out of the stock side.
 `@pytest.mark.program("x")` leaves it out of both where there is no program x, and
-`@pytest.mark.since("0.28.0")` on earlier releases, with a line that says so.
+`@pytest.mark.since("0.28.0")` on earlier releases, and `@pytest.mark.until("0.28.0")` on later
+ones, with a line that says so.
 """
 
 from __future__ import annotations
@@ -66,6 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "patched_only: not for the stock side")
     config.addinivalue_line("markers", "program(name): only where it is on the path")
     config.addinivalue_line("markers", "since(release): from this release on")
+    config.addinivalue_line("markers", "until(release): up to this release")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,6 +96,9 @@ def _missing(item: pytest.Item) -> Iterator[str]:
     for (first,) in (mark.args for mark in item.iter_markers("since")):
         if release < Version(first):
             yield f"before {first}"
+    for (last,) in (mark.args for mark in item.iter_markers("until")):
+        if release > Version(last):
+            yield f"after {last}"
 
 
 @pytest.fixture(scope="session")
