@@ -11,7 +11,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from tests.support.idle_engine import IdleCore, IdleEngine, lie_down, wait_for
 from tests.support.nixl_worker import nixl_of
-from vllm_overlay.v1.engine.idle import RARELY
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import RARELY
 
 held = pytest.importorskip("vllm_overlay.v1.engine.held", reason="up to 0.21.0")
 
