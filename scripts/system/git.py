@@ -7,6 +7,7 @@ Every call pins the configuration that could change what it does: a user's `core
 from __future__ import annotations
 
 import datetime
+import itertools
 import os
 import subprocess
 import tempfile
@@ -50,7 +51,6 @@ _PINNED = {
     "diff.renames": "false",
     "diff.srcPrefix": "a/",
     "diff.suppressBlankEmpty": "false",
-    "fastimport.unpackLimit": "100",
     "format.coverLetter": "false",
     "format.encodeEmailHeaders": "true",
     "format.from": "false",
@@ -290,21 +290,22 @@ class Repository:
         """
         when = datetime.datetime.fromisoformat(date)
         who = f"{author} {when.timestamp():.0f} {when:%z}"
+        numbers = itertools.count(1)  # the same commit may be stored twice
         marks: dict[str, str] = {}  # of what nobody else can find yet
         # From a pack, which it would leave of many, a bundle takes worse differences than it makes.
         loose = _PINNED | {"fastimport.unpackLimit": "1000000"}
         with self.fed("fast-import", "--quiet", "--done", pinned=loose) as (stream, answers):
 
             def store(parent: str, files: Mapping[str, bytes], message: str) -> str:
-                mark = f":{len(marks) + 1}"
+                mark = f":{next(numbers)}"
                 stream.write(f"commit {_NO_BRANCH}\nmark {mark}\nauthor {who}\n".encode())
-                stream.write(f"committer {who}\n".encode() + _data(message.encode()))
+                stream.write(f"committer {who}\n".encode() + import_data(message.encode()))
                 stream.write(f"from {marks.get(parent, parent)}\n".encode())
                 for path, content in files.items():
                     name = _quoted(path)
                     there = ask(b"ls %s\n" % name)
                     mode = b"100644" if there.startswith(b"missing") else there[:6]
-                    stream.write(b"M %s inline %s\n" % (mode, name) + _data(content))
+                    stream.write(b"M %s inline %s\n" % (mode, name) + import_data(content))
                 commit = ask(f"\nget-mark {mark}\n".encode()).decode().strip()
                 marks[commit] = mark
                 return commit
@@ -327,7 +328,8 @@ class Repository:
 _NO_BRANCH = "refs/kvfix/stored"
 
 
-def _data(content: bytes) -> bytes:
+def import_data(content: bytes) -> bytes:
+    """Return a message or a file's content as `git fast-import` reads it."""
     return b"data %d\n%s\n" % (len(content), content)
 
 

@@ -21,7 +21,7 @@ from packaging.version import InvalidVersion, Version
 from scripts.system.console import err
 from scripts.system.errors import GitError, NotLockedError, UnknownReleaseError
 from scripts.system.files import only_process
-from scripts.system.git import Repository, identity
+from scripts.system.git import Repository, identity, import_data
 from scripts.upstream.cache import cache_folder
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import LockedRelease, load_lock
@@ -164,7 +164,7 @@ def _import(repository: Repository, pinned: LockedRelease, parent: str) -> str:
     with repository.fed("fast-import", "--quiet", "--force", "--done") as (stream, _):
         who = f"{_AUTHOR} {_DATE}"
         stream.write(f"commit {tag}\nauthor {who}\ncommitter {who}\n".encode())
-        stream.write(b"data %d\n%s\n" % (len(message), message))
+        stream.write(import_data(message))
         # A tag that is there would be taken for the parent.
         stream.write(b"from %s\n" % (parent or "0" * 40).encode())
         stream.write(b"deleteall\n")

@@ -181,12 +181,14 @@ class TestCommit:
         repository = Repository(tmp_path)
         with repository.committing(AUTHOR, DATE) as store:
             one = store("HEAD", {"b.py": b"b\n"}, "one\n")
+            assert store("HEAD", {"b.py": b"b\n"}, "one\n") == one
             two = store(one, {"b.py": b"B\n"}, "two\n")
+            three = store(one, {"c.py": b""}, "three\n")
             other = store("HEAD", {"c.py": b""}, "other\n")
         assert two == repository.commit(one, {"b.py": b"B\n"}, "two\n", author=AUTHOR, date=DATE)
-        parents = git(tmp_path, "log", "--no-walk=unsorted", "--format=%P", two, one, other)
+        parents = git(tmp_path, "log", "--no-walk=unsorted", "--format=%P", two, three, one, other)
         head = git(tmp_path, "rev-parse", "HEAD").strip()
-        assert parents.split() == [one, head, head]
+        assert parents.split() == [one, one, head, head]
 
     def test_leaves_nothing_where_the_next_one_fails(self, tmp_path: Path) -> None:
         commit(tmp_path, {"a.py": "a\n"})
