@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import MambaSpec  # noqa: E402 - the platform co
 from tests.support.harness import HarnessError  # noqa: E402
 from tests.support.kv_landing import Deployment, Engines  # noqa: E402
 from tests.support.nixl_agents import REAL, await_finished  # noqa: E402
-from tests.support.nixl_worker import hold, receive  # noqa: E402
+from tests.support.nixl_worker import hold, peer_port, receive  # noqa: E402
 
 Prompt = tuple[int, int]
 """A prompt's length in tokens, and how many of its logical blocks D has cached."""
@@ -50,6 +50,13 @@ class RealEngines(Engines):
 
     def __init__(self, deployment: Deployment, state_tokens: int | None) -> None:
         super().__init__(deployment, state_tokens=state_tokens, nixl=REAL)
+
+    def connect(self) -> None:
+        super().connect()
+        # From 0.31.0 on D forgets an engine that is at no address which it knows. It is told the
+        # address with a handshake over the network, and P serves none here.
+        if hasattr(self.decode, "_track_remote_engine_replacement"):
+            self.decode._track_remote_engine_replacement("P", "127.0.0.1", peer_port("P"))
 
     def transfer(self, ours: list[list[int]], theirs: list[list[int]]) -> None:
         for group in self.decode.kv_cache_config.kv_cache_groups:
