@@ -110,13 +110,13 @@ def test_a_request_of_a_p_that_was_started_anew(
 ) -> None:
     """The same address, another engine: old requests are computed by D, new ones fetched."""
     if not acquainted:
-        pd.restart("D", 1)
-        pd.d.wait_ready()
+        pd.restart("D", 1)  # it comes up while P does
     known, old, new = islice(prompts, 3)
     if acquainted:
         assert served(pd.d, known, prefill(pd.p, known)) == [plain[known]]
     params = prefill(pd.p, old)
     pd.restart_p_in_place()
+    pd.d.wait_ready()
     assert served(pd.d, old, params) == [plain[old]]
     moved = pd.d.metric("nixl_bytes_transferred_sum")
     assert served(pd.d, new, prefill(pd.p, new)) == [plain[new]]
