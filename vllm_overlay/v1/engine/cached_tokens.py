@@ -16,6 +16,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from vllm.outputs import PoolingRequestOutput, RequestOutput
     from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.output_processor import RequestState
@@ -24,7 +26,7 @@ FIELD = "remote_prefill_cached_tokens"
 """In `kv_transfer_params`: tokens of the prompt that P did not compute (0.31.0, PR 54222)."""
 
 _NIXLS = "remote_request_id"
-"""In what P answers with NIXL, and in no other connector's answer."""
+"""In what P answers with NIXL, where D pulls or P pushes, and in no other connector's answer."""
 
 
 def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
@@ -39,8 +41,11 @@ def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
         **named: Any,  # noqa: ANN401
     ) -> RequestState:
         state = make(cls, tokenizer, request, *args, **named)
-        state._said_by_prefill = _said_by_prefill(request, state.prompt_len)
-        state.remote_prefill_cached_tokens = None  # from 0.31.0 on it would become D's own count
+        params = _transfer_of(request)
+        if _is_nixls(params):
+            state._said_by_prefill = _count(params, state.prompt_len)
+            # From 0.31.0 on it would become D's own count.
+            state.remote_prefill_cached_tokens = None
         return state
 
     return wrapper
@@ -50,28 +55,64 @@ def reports_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
     """Have what a client gets say P's count, as D, and hand it to D, as P."""
 
     @functools.wraps(make)
-    def wrapper(
+    def wrapper(  # the first five are the same on all releases
         self: Any,  # noqa: ANN401 - `RequestState`, with what it has heard
+        new_token_ids: list[int],
+        pooling_output: object,
+        finish_reason: object,
+        stop_reason: object,
+        kv_transfer_params: dict[str, Any] | None = None,
         *args: Any,  # noqa: ANN401 - passed on as they are
         **named: Any,  # noqa: ANN401
-    ) -> RequestOutput | PoolingRequestOutput:
-        output = make(self, *args, **named)
-        said = getattr(self, "_said_by_prefill", None)
-        if said is not None:
-            output.num_cached_tokens = said
-        params = getattr(output, "kv_transfer_params", None)  # a pooled answer has none
-        if isinstance(params, dict) and params.get("do_remote_prefill") and _NIXLS in params:
-            output.kv_transfer_params = {FIELD: max(0, self.num_cached_tokens), **params}
+    ) -> RequestOutput | PoolingRequestOutput | None:
+        if _is_nixls(kv_transfer_params):
+            own = max(0, self.num_cached_tokens)
+            kv_transfer_params = {FIELD: own, **kv_transfer_params}
+        output: RequestOutput | PoolingRequestOutput | None = make(
+            self,
+            new_token_ids,
+            pooling_output,
+            finish_reason,
+            stop_reason,
+            kv_transfer_params,
+            *args,
+            **named,
+        )
+        count = _for_the_client(self)
+        if output is not None and count is not None:
+            output.num_cached_tokens = count
         return output
 
     return wrapper
 
 
-def _said_by_prefill(request: EngineCoreRequest, prompt_len: int) -> int | None:
-    """Return P's count; None where D is not to read, or the word is no count of this prompt."""
+def _for_the_client(state: Any) -> int | None:  # noqa: ANN401 - `RequestState`, that has heard
+    """Return P's count, or that of the first sample's prompt, which is the one that D receives.
+
+    It is never more than D's own: who says that P had a lot cached, and transfers nothing, is not
+    believed. Before the first sample is heard the others speak for themselves (None).
+    """
+    said: int | None = getattr(state, "_said_by_prefill", None)
+    count = None if said is None else min(said, max(0, state.num_cached_tokens))
+    if state.parent_req is None:
+        return count
+    if count is not None:
+        state.parent_req._cached_at_prefill = count
+    return getattr(state.parent_req, "_cached_at_prefill", None)
+
+
+def _transfer_of(request: EngineCoreRequest) -> object:
+    """Return what a client, or its router, says of the transfer."""
     sampling = request.sampling_params
-    params = (sampling.extra_args or {}).get("kv_transfer_params") if sampling else None
-    if not isinstance(params, dict) or not params.get("do_remote_prefill"):
-        return None
+    return (sampling.extra_args or {}).get("kv_transfer_params") if sampling else None
+
+
+def _is_nixls(params: object) -> TypeGuard[dict[str, Any]]:
+    """Whether it is what a P with NIXL has answered, for D to read."""
+    return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and _NIXLS in params
+
+
+def _count(params: dict[str, Any], prompt_len: int) -> int | None:
+    """Return P's count; None where it is no count of this prompt."""
     count = params.get(FIELD)
     return count if type(count) is int and 0 <= count <= prompt_len else None

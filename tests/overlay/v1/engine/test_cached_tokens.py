@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreRequest, FinishReason
 from vllm.v1.engine.output_processor import OutputProcessor
 from vllm.v1.metrics.stats import IterationStats
 
+from tests.support.release import since
 from tests.support.serving_app import REMOTE, body, counted, serving
 from vllm_overlay.v1.engine.cached_tokens import FIELD
 
@@ -23,8 +25,12 @@ OWN = len(PROMPT) - 1
 
 async def _sent(params: dict[str, Any] | None) -> EngineCoreRequest:
     async with serving() as server:
-        await server.post(PATH, body(PATH, params, prompt=PROMPT))
-        return server.core.requests[0]
+        await server.post(PATH, body(PATH, None, prompt=PROMPT))
+        request = server.core.requests[0]
+    if params is not None:
+        assert request.sampling_params is not None
+        request.sampling_params.extra_args = {"kv_transfer_params": params}
+    return request
 
 
 def processed(
@@ -45,10 +51,17 @@ def processed(
     return outputs[0], stats.finished_requests[0]
 
 
-@pytest.mark.parametrize("count", [0, 16, len(PROMPT)])
+@pytest.mark.parametrize("count", [0, 16, OWN])
 def test_a_client_hears_of_p_and_the_metrics_of_d(count: int) -> None:
     told, noted = processed(REMOTE | {FIELD: count})
     assert (told.num_cached_tokens, noted.num_cached_tokens) == (count, OWN)
+
+
+@pytest.mark.parametrize(("own", "count"), [(0, 0), (4, 4), (16, 16), (17, 16)])
+def test_nobody_gets_more_cached_than_d_has_not_computed(own: int, count: int) -> None:
+    """A client could say so of a prompt that is not transferred, and pay less."""
+    told, noted = processed(REMOTE | {FIELD: 16}, own=own)
+    assert (told.num_cached_tokens, noted.num_cached_tokens) == (count, own)
 
 
 @pytest.mark.parametrize("word", [None, -1, len(PROMPT) + 1, True, 16.0, "16", [16]], ids=str)
@@ -64,12 +77,53 @@ def test_what_is_no_count_of_the_prompt_is_passed_over(word: object) -> None:
         REMOTE,
         {"do_remote_decode": True, FIELD: 16},  # a second turn on P, which reads D's blocks
         REMOTE | {"do_remote_prefill": False, FIELD: 16},
+        *([] if since("0.31.0") else [{"do_remote_prefill": True, FIELD: 16}]),
     ],
     ids=str,
 )
 def test_who_reads_nothing_counts_for_itself(params: dict[str, Any] | None) -> None:
     told, noted = processed(params)
     assert (told.num_cached_tokens, noted.num_cached_tokens) == (OWN, OWN)
+
+
+@pytest.mark.skipif(not since("0.31.0"), reason="earlier ones know no such field")
+def test_what_another_connector_says_does_what_it_does_on_stock() -> None:
+    told, noted = processed({"do_remote_prefill": True, "transfer_id": "7", FIELD: 16})
+    assert (told.num_cached_tokens, noted.num_cached_tokens) == (16, 16)
+
+
+async def answer(params: dict[str, Any], order: list[int], counts: list[int]) -> dict[str, Any]:
+    """What a client gets that asks for a sample for each of `counts`.
+
+    `order` is that in which they end; of the prompt so many tokens were not computed for each.
+    """
+    async with serving("--enable-prompt-tokens-details") as server:
+        server.core.answers = False
+
+        async def ended(_: EngineCoreRequest) -> None:
+            asyncio.get_running_loop().call_soon(end)
+
+        def end() -> None:
+            if len(server.core.requests) < len(counts):
+                return
+            for index in order:
+                first = index == 0 and params.get("do_remote_decode")
+                handed = dict(REMOTE) if first else None
+                server.core.finish(server.core.requests[index], None, handed, counts[index])
+
+        server.core.on_add = ended
+        asked = body(PATH, params, prompt=PROMPT, n=len(counts), max_tokens=1)
+        told: dict[str, Any] = json.loads((await server.post(PATH, asked)).body)
+        return told
+
+
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]], ids=str)
+def test_of_several_samples_the_first_one_s_prompt_counts(order: list[int]) -> None:
+    """It alone is transferred; the others find in D's, or P's, cache what it left there."""
+    at_p = asyncio.run(asyncio.wait_for(answer({"do_remote_decode": True}, order, [8, 32]), 60))
+    assert at_p["kv_transfer_params"][FIELD] == 8
+    at_d = asyncio.run(asyncio.wait_for(answer(at_p["kv_transfer_params"], order, [OWN, 32]), 60))
+    assert at_d["usage"]["prompt_tokens_details"]["cached_tokens"] == 8
 
 
 @pytest.mark.parametrize("own", [0, 16])

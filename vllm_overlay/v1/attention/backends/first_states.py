@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """0.19.1 to 0.30.0: a prompt whose first step is one token goes on from nothing.
 
-The metadata of gated delta nets counts each row of one token as a decode, which reads the state in
-its request's block. Of a first token nothing has written one: what lies there is of whoever had the
+The metadata of gated delta nets counts each row of one token, and each with places for guesses, as
+a decode, which reads the state in its request's block. Of a first token nothing has written one: what lies there is of whoever had the
 block before. So that is zeroed, which is what a first state is. It stays a decode's row: CUDA
 graphs of decodes hang on that.
 """
@@ -44,19 +44,37 @@ def begins_from_nothing(builder: _Builder) -> _Builder:
         self: Any,  # noqa: ANN401
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
+        num_accepted_tokens: torch.Tensor | None = None,
+        num_decode_draft_tokens_cpu: torch.Tensor | None = None,
         *args: Any,  # noqa: ANN401
         **kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        _zero_first_states(self, common_attn_metadata)
-        return build(self, common_prefix_len, common_attn_metadata, *args, **kwargs)
+        _zero_first_states(self, common_attn_metadata, num_decode_draft_tokens_cpu)
+        return build(
+            self,
+            common_prefix_len,
+            common_attn_metadata,
+            num_accepted_tokens,
+            num_decode_draft_tokens_cpu,
+            *args,
+            **kwargs,
+        )
 
     builder.__init__ = with_layers  # type: ignore[misc]
     builder.build = from_nothing  # type: ignore[attr-defined]
     return builder
 
 
-def _zero_first_states(builder: Any, common: CommonAttentionMetadata) -> None:  # noqa: ANN401
-    """Zero the states of rows that are one token, the first of their request."""
+def _zero_first_states(
+    builder: Any,  # noqa: ANN401
+    common: CommonAttentionMetadata,
+    guesses: torch.Tensor | None,
+) -> None:
+    """Zero the states of rows that are one token, the first of their request.
+
+    From 0.25.0 on places for guesses may come with it; `guesses` has how many, on the host, less
+    than 1 in rows that have none.
+    """
     ends = getattr(common, "seq_lens_cpu_upper_bound", None)  # from 0.20.0 on; exact for prompts
     if ends is None:
         # Up to 0.29.0; in 0.19.1, which has nothing else, none with asynchronous guesses.
@@ -65,7 +83,10 @@ def _zero_first_states(builder: Any, common: CommonAttentionMetadata) -> None:  
     if ends is None or prompts is None:
         return
     lengths = torch.diff(common.query_start_loc_cpu)
-    rows = torch.nonzero((lengths == 1) & (ends == 1) & prompts).flatten()
+    one = lengths == 1
+    if guesses is not None:
+        one = one | ((guesses > 0) & (guesses == lengths - 1))
+    rows = torch.nonzero(one & (ends == lengths) & prompts).flatten()
     if not len(rows):
         return
     # The first block in each mode: of one token there is no later one.

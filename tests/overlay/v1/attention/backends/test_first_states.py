@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from vllm.v1.attention.backends import gdn_attn
 
 from tests.regressions.test_51565 import BEFORE, CASES, begins_with, told_of
+from tests.support.decode_engine import DecodeEngine
+from tests.support.harness import building
+from tests.support.hybrid_engine import engine_of, speculate, states_of
 from tests.support.release import since
+from tests.support.step_rows import step, without_kernels
 
 pytest.importorskip("vllm_overlay.v1.attention.backends.first_states", reason="0.19.1 to 0.30.0")
 
@@ -27,6 +33,32 @@ def zeroed(*rows: tuple[int, int], **changes: Any) -> list[int]:  # noqa: ANN401
     return list(found)
 
 
+@building("what a gated delta net is told of a step with guesses")
+def zeroed_with_guesses(
+    guesses: int, rows: list[tuple[int, int, bool]], places: torch.Tensor
+) -> list[torch.Tensor]:
+    """The parts of the layer's states after such a step has been told."""
+    engine = engine_of(DecodeEngine, mode="none")
+    config = engine.worker.vllm_config
+    speculate(config, guesses)
+    group = states_of(engine)
+    parts = [torch.full((64, 3, 4), BEFORE), torch.full((64, 2, 2, 2), BEFORE)]
+    layers = {name: SimpleNamespace(kv_cache=parts) for name in group.layer_names}
+    config.compilation_config.static_forward_context.update(layers)
+    builder = gdn_attn.GDNAttentionMetadataBuilder(
+        group.kv_cache_spec, group.layer_names, config, torch.device("cpu")
+    )
+    accepted = torch.ones(len(rows), dtype=torch.int32)
+    with without_kernels(builder):
+        builder.build(
+            0,
+            step(*rows, columns=1 + guesses),
+            num_accepted_tokens=accepted,
+            num_decode_draft_tokens_cpu=places,
+        )
+    return parts
+
+
 def test_the_block_of_a_first_token_and_no_other() -> None:
     assert zeroed(*FIRST) == [2]
     assert zeroed((0, 1), (40, 1), (0, 1)) == [1, 3]
@@ -35,6 +67,18 @@ def test_the_block_of_a_first_token_and_no_other() -> None:
 @pytest.mark.parametrize("row", [(40, 1), (1, 1), (16, 1), (0, 2), (0, 12), (4, 12), (0, 0)])
 def test_no_other_row_is_a_first_token(row: tuple[int, int]) -> None:
     assert zeroed((40, 1), row) == []
+
+
+def test_places_for_guesses_do_not_hide_a_first_token() -> None:
+    """From 0.25.0 on a request that joins has as many as those that run."""
+    guesses = 3
+    rows = [(40, 4, False), (0, 4, True), (0, 4, True), (8, 4, True), (0, 12, True)]
+    places = torch.tensor([guesses, guesses, -1, guesses, -1], dtype=torch.int32)
+    parts = zeroed_with_guesses(guesses, rows, places)
+    columns = 1 + guesses
+    first = {1 + columns}  # the second row's first block; the third is a prompt of four tokens
+    for part in parts:
+        assert {block for block in range(len(part)) if not part[block].any()} == first
 
 
 def test_rows_of_a_capture_or_a_dummy_step_are_none() -> None:

@@ -14,7 +14,9 @@ import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.logger import init_logger
+from vllm.v1 import kv_cache_interface
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler as shared
@@ -31,6 +33,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.v1.kv_cache_interface import is_made_of
 
 if TYPE_CHECKING:
     import zmq
@@ -41,6 +44,13 @@ if TYPE_CHECKING:
         NixlPullConnectorScheduler,
     )
     from vllm.v1.request import Request
+
+_RINGS: Any = tuple(
+    vars(kv_cache_interface)[name]
+    for name in ("CircularBufferSpec", "KpoolTailSpec")
+    if name in vars(kv_cache_interface)
+)
+"""Groups that keep one block for a request, whatever its length: from 0.29.0 on."""
 
 log = BoundedLog(init_logger(f"vllm.{__name__}"))
 
@@ -113,7 +123,8 @@ def _checked(method: _Method) -> _Method:
         elif pulls(self):
             pulling = cast("NixlPullConnectorScheduler", self)
             groups = len(transfer_groups(self.kv_cache_config))
-            checked = shared.check(pulling, request, groups, find_pull_problem, _coverage_problem)
+            find = _find_in_any_groups if _maps_groups(pulling) else find_pull_problem
+            checked = shared.check(pulling, request, groups, find, _coverage_problem)
         else:
             checked = _check_push(self, request, params)
         request.kv_transfer_params = checked
@@ -142,11 +153,29 @@ def _check_push(
     return checked
 
 
+def _maps_groups(scheduler: NixlPullConnectorScheduler) -> bool:
+    """Whether the worker reads from a P that has its caches in other groups than ours.
+
+    Latent ones alone, from 0.30.0 on: they are paired region by region. A P without HiSparse has
+    one group of what are two on a D with it.
+    """
+    latent: bool = scheduler.vllm_config.model_config.use_mla
+    return latent and not scheduler._has_mamba and hasattr(ReqMeta, "region_blocks_to_zero")
+
+
+def _find_in_any_groups(params: object, *, groups: int) -> Problem | None:
+    """As `find_pull_problem`, whatever `groups` we have."""
+    return find_pull_problem(params)
+
+
 def _coverage_problem(
     scheduler: NixlPullConnectorScheduler, request: Request, params: shared.CheckedParams
 ) -> Problem | None:
-    """Too few blocks for what is to be read of the prompt."""
+    """Too few blocks for what is to be read of the prompt; the worker says so of other groups."""
+    groups = transfer_groups(scheduler.kv_cache_config)
     if scheduler._has_mamba or not asks_for_blocks(params):
+        return None
+    if len(params["remote_block_ids"]) != len(groups):
         return None
     tokens = len(request.prompt_token_ids or ())
     if params.get("do_remote_prefill"):
@@ -155,11 +184,13 @@ def _coverage_problem(
         tokens = min(tokens, params.get("remote_num_tokens") or 0)
     parallel = scheduler.vllm_config.parallel_config
     ranks = max(parallel.decode_context_parallel_size, params.get("dcp_size", 1))
+    windows = scheduler.blocks_per_sw if scheduler._is_hma_required else [0] * len(groups)
+    rings = [is_made_of(group.kv_cache_spec, _RINGS) for group in groups]
     return shared.short_group(
         params,
         tokens,
-        transfer_groups(scheduler.kv_cache_config),
-        scheduler.blocks_per_sw if scheduler._is_hma_required else None,
+        groups,
+        [1 if ring else window for ring, window in zip(rings, windows, strict=True)],
         block_size=scheduler.block_size,
         ranks=ranks * parallel.prefill_context_parallel_size,
     )

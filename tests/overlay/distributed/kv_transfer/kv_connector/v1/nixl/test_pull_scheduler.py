@@ -5,6 +5,7 @@ How a scheduler that pulls plays them is in test_scheduler.py; here are its furt
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -12,9 +13,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
+from vllm.v1 import kv_cache_interface
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.lying_params import GOOD, lying_params
@@ -154,10 +157,28 @@ PROMPT = 40
 """Tokens: three blocks of 16, the last of them half full."""
 
 
+def kept_in(groups: tuple[Any, ...], mla: bool) -> Any:  # noqa: ANN401 - a configuration
+    """A KV-cache configuration; a group of a name of the release's own is of that specification."""
+    own = [kind.endswith("Spec") for kind in groups]
+    config = make_kv_cache_config(
+        ["full" if its else kind for its, kind in zip(own, groups, strict=True)], mla=mla
+    )
+    for kind, its, group in zip(groups, own, config.kv_cache_groups, strict=True):
+        if its:
+            specification = vars(kv_cache_interface)[kind]
+            known = {field.name for field in dataclasses.fields(specification)}
+            fields = {"block_size": 8, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+            more = {"head_size_v": 0, "sliding_window": 16}
+            given = {name: value for name, value in more.items() if name in known}
+            group.kv_cache_spec = specification(**fields, **given)
+    return config
+
+
 def tokens_read(
     blocks: list[int],
     *,
     groups: tuple[Any, ...] = ("full",),
+    mla: bool = False,
     ranks: dict[str, int] | None = None,
     tokens: int = PROMPT,
     embedded: bool = False,
@@ -169,9 +190,11 @@ def tokens_read(
     put into good parameters.
     """
     config = make_vllm_config(
-        hybrid=len(groups) > 1, extra_config={"bidirectional_kv_xfer": "do_remote_decode" in params}
+        mla=mla,
+        hybrid=len(groups) > 1,
+        extra_config={"bidirectional_kv_xfer": "do_remote_decode" in params},
     )
-    side = stock_pull.NixlPullConnectorScheduler(config, "D", make_kv_cache_config(groups))
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", kept_in(groups, mla))
     for name, count in (ranks or {}).items():
         setattr(config.parallel_config, name, count)
     if "do_remote_decode" in params:
@@ -234,6 +257,35 @@ def test_a_window_is_cut_by_the_manager_for_hybrids_only(blocks: int, reads: boo
 
 def test_states_are_not_counted_in_tokens() -> None:
     assert tokens_read([1, 1], groups=("full", "mamba")) > 0
+
+
+@pytest.mark.skipif(not since("0.29.0"), reason="from 0.29.0 on")
+@pytest.mark.parametrize(("blocks", "reads"), [([5, 1], True), ([4, 1], False), ([5, 0], False)])
+@pytest.mark.parametrize("kind", ["CircularBufferSpec", "KpoolTailSpec"])
+def test_a_ring_is_one_block_however_long_the_prompt(
+    kind: str, blocks: list[int], reads: bool
+) -> None:
+    if kind not in vars(kv_cache_interface):
+        pytest.skip("not of this release")
+    assert bool(tokens_read(blocks, groups=("full", kind), tokens=80)) == reads
+
+
+@pytest.mark.parametrize(
+    ("p", "d", "mla", "reads"),
+    [
+        ([5], ("full", "full"), True, since("0.30.0")),
+        ([5, 5], ("full",), True, since("0.30.0")),
+        ([5], ("full", "full"), False, False),
+        ([5], ("full", "mamba"), True, False),
+        ([4, 5], ("full", "full"), True, False),
+        ([4], ("full",), True, False),
+    ],
+)
+def test_a_p_with_other_groups_is_read_where_latent_caches_are_paired_by_region(
+    p: list[int], d: tuple[Any, ...], mla: bool, reads: bool
+) -> None:
+    """A D with HiSparse has two groups of what are one on a P without."""
+    assert bool(tokens_read(p, groups=d, mla=mla, tokens=80)) == reads
 
 
 @pytest.mark.parametrize(
