@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +26,18 @@ lasts, in whole seconds: a shorter one would be renewed in each step."""
 TOKENS = 12
 """Length of each answer that `plain` knows."""
 
-PROMPTS = tuple(f"{n:03d} " + "the quick brown fox jumps over it " * 3 for n in range(320))
-"""Prompts of 106 tokens that differ in their first block."""
+
+_WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "it")
+
+
+def _prompt(number: int) -> str:
+    words = random.Random(number).choices(_WORDS, k=50)  # noqa: S311 - the same ones each time
+    return f"{number:03d} {' '.join(words)}"[:106]
+
+
+PROMPTS = tuple(map(_prompt, range(320)))
+"""Prompts of 106 tokens that differ from their first block on. A plain server's greedy tokens are
+others for each, so that of another prompt's KV some of them come out wrong."""
 PROMPT_BLOCKS = -(-len(PROMPTS[0]) // BLOCK)
 """Blocks of a prompt, whose bytes are its tokens."""
 

@@ -2,9 +2,9 @@
 """0.19.1 to 0.30.0: a prompt whose first step is one token goes on from nothing.
 
 The metadata of gated delta nets counts each row of one token, and each with places for guesses, as
-a decode, which reads the state in its request's block. Of a first token nothing has written one: what lies there is of whoever had the
-block before. So that is zeroed, which is what a first state is. It stays a decode's row: CUDA
-graphs of decodes hang on that.
+a decode, which reads the state in its request's block. Of a first token nothing has written one:
+what lies there is of whoever had the block before. So that is zeroed, which is what a first state
+is. It stays a decode's row: CUDA graphs of decodes hang on that.
 """
 
 from __future__ import annotations
