@@ -9,12 +9,20 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 
-from scripts.patchset.registry import Registry
 from scripts.project import ROOT, read_toml
 from tests.scripts import checkouts, toys
-from tests.scripts.checkouts import Checkout, registry_text, sdist_bytes, wheel_bytes, wheel_name
+from tests.scripts.checkouts import (
+    Checkout,
+    copied,
+    registry_text,
+    scratch,
+    sdist_bytes,
+    wheel_bytes,
+    wheel_name,
+)
 from tests.scripts.repos import write
 
 WORKER = toys.WORKER
@@ -106,10 +114,16 @@ _FILES = {
 }
 
 
-def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
+def carrying(folder: Path) -> Checkout:
     """Return a patch set for one release, 0.20.2."""
+    return copied(_carrying(), folder)
+
+
+@cache  # whoever carries begins with it
+def _carrying() -> Checkout:
+    folder = scratch()
     made = checkouts.small(folder)
-    (made.patches / "fixes.toml").write_text(registry_text(registry), encoding="utf-8")
+    (made.patches / "fixes.toml").write_text(registry_text(REGISTRY), encoding="utf-8")
     for path in (made.folder / "vllm_overlay").iterdir():
         if path.is_dir() and path.name != "provenance":
             shutil.rmtree(path)
@@ -126,13 +140,6 @@ def carrying(folder: Path, registry: Registry = REGISTRY) -> Checkout:
     result = made.run("edit", "--restamp")
     assert result.returncode == 0, result.stderr
     return made
-
-
-def copied(checkout: Checkout, folder: Path) -> Checkout:
-    """Return a copy of the patch set, with a cache of its own."""
-    shutil.copytree(checkout.folder, folder / "kvfix", symlinks=True)
-    shutil.copytree(checkout.cache, folder / "cache")
-    return Checkout(folder / "kvfix", folder / "cache")
 
 
 def release(checkout: Checkout, name: str, texts: Mapping[str, str]) -> None:

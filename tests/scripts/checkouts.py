@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import compileall
 import hashlib
 import io
@@ -13,8 +14,10 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
+from functools import cache
 from pathlib import Path
 
 import tomli_w
@@ -171,8 +174,33 @@ def tools(folder: Path) -> Checkout:
     return checkout
 
 
+def copied(checkout: Checkout, folder: Path) -> Checkout:
+    """Return a copy of the tools as they stand, with a cache of its own."""
+    shutil.copytree(checkout.folder, folder / "kvfix", symlinks=True)
+    shutil.copytree(checkout.cache, folder / "cache")
+    return Checkout(folder / "kvfix", folder / "cache")
+
+
+def scratch() -> Path:
+    """Return a folder for what is made once, and gone with this process."""
+    folder, owner = Path(tempfile.mkdtemp()), os.getpid()
+
+    def remove() -> None:
+        if os.getpid() == owner:  # not a fork of it
+            shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(remove)
+    return folder
+
+
 def small(folder: Path) -> Checkout:
     """Return a copy whose series is that of `toys`, for a small 0.20.2."""
+    return copied(_small(), folder)
+
+
+@cache  # dozens of tests begin with one
+def _small() -> Checkout:
+    folder = scratch()
     checkout = tools(folder)
     for patch in toys.series(folder).patches:
         write(checkout.patches, {patch.name: (folder / patch.name).read_bytes()})

@@ -15,8 +15,8 @@ from scripts.patchset.registry import Unpatched
 from scripts.project import read_toml
 from scripts.system.git import Repository
 from tests.scripts import toys
-from tests.scripts.carrying import REGISTRY, SIMULATION, WORKER, carrying, change, copied, release
-from tests.scripts.checkouts import Checkout, registry_text
+from tests.scripts.carrying import REGISTRY, SIMULATION, WORKER, carrying, change, release
+from tests.scripts.checkouts import Checkout, copied, registry_text
 from tests.scripts.repos import commit, git
 
 STAYS = {**toys.FILES, WORKER: '"""More."""\n' + toys.FILES[WORKER]}

@@ -10,8 +10,8 @@ import pytest
 
 from scripts.project import ROOT
 from tests.scripts import toys
-from tests.scripts.carrying import WORKER, carrying, copied
-from tests.scripts.checkouts import Checkout, sdist_bytes, wheel_bytes, wheel_name
+from tests.scripts.carrying import WORKER, carrying
+from tests.scripts.checkouts import Checkout, copied, sdist_bytes, wheel_bytes, wheel_name
 from tests.scripts.conftest import LocalIndex
 from tests.scripts.repos import git
 

@@ -10,8 +10,8 @@ import pytest
 
 from scripts.prove.alone import Alone, passed
 from scripts.prove.outcomes import Outcome
-from tests.scripts.carrying import HOOKED, carrying, change, copied
-from tests.scripts.checkouts import Checkout
+from tests.scripts.carrying import HOOKED, carrying, change
+from tests.scripts.checkouts import Checkout, copied
 
 FILES = {name: f"tests/regressions/test_{name}.py" for name in "12"}
 # Fix 2 changes no more than a line of the release; fix 1 calls what is in HOOKED as well.

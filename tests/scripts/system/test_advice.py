@@ -24,9 +24,10 @@ import pytest
 from scripts.patchset.registry import Unpatched
 from scripts.project import ROOT, project
 from tests.scripts import toys
-from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, copied, release
+from tests.scripts.carrying import REGISTRY, WORKER, carrying, change, release
 from tests.scripts.checkouts import (
     Checkout,
+    copied,
     registry_text,
     sdist_bytes,
     wheel_bytes,
