@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import gc
 import hashlib
 import os
 import sys
@@ -13,6 +14,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+
+from scripts import SELDOM
+
+gc.set_threshold(SELDOM)  # as in a command
 
 
 @dataclass
