@@ -41,8 +41,9 @@ class _Console(Console):
         raise BrokenPipeError
 
 
-out = _Console(highlight=False, soft_wrap=True)
-err = _Console(stderr=True, highlight=False, soft_wrap=True)
+# A path or a URL may well hold what is an emoji's name to rich, such as :bug:.
+out = _Console(highlight=False, soft_wrap=True, emoji=False)
+err = _Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 _STORAGE = {
     errno.ENOSPC: "no space left",

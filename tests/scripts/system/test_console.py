@@ -50,7 +50,7 @@ def test_a_command_that_ends_well_exits_with_zero(capsys: pytest.CaptureFixture[
 def test_an_error_is_three_lines_and_its_own_code(
     kind: type[KvfixError], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    long = "a path [bold]/x/[0-9]*.whl " + "and more " * 40
+    long = "a path [bold]/x/:bug:/[0-9]*.whl " + "and more " * 40
     assert (
         ended(raising(kind(long, expected="[/]this", next_step="type [red]that"))) == kind.exit_code
     )
@@ -168,6 +168,11 @@ def test_interruptions_have_the_codes_that_shells_give_them(
     assert ended(raising(KeyboardInterrupt())) == 130
     assert "Nothing was left half done" in capsys.readouterr().err
     assert ended(lambda: os.kill(os.getpid(), signal.SIGTERM)) == 143
+
+
+def test_a_name_of_an_emoji_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    console.out.print("[bold]wrote[/] /x/:bug:/y")
+    assert capsys.readouterr().out == "wrote /x/:bug:/y\n"
 
 
 def test_words_of_a_patch_are_shown_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
