@@ -43,7 +43,8 @@ def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
         state = make(cls, tokenizer, request, *args, **named)
         params = _transfer_of(request)
         if _is_nixls(params):
-            state._said_by_prefill = _count(params, state.prompt_len)
+            count = params.get(FIELD)
+            state._said_by_prefill = count if type(count) is int and count >= 0 else None
             # From 0.31.0 on it would become D's own count.
             state.remote_prefill_cached_tokens = None
         return state
@@ -110,9 +111,3 @@ def _transfer_of(request: EngineCoreRequest) -> object:
 def _is_nixls(params: object) -> TypeGuard[dict[str, Any]]:
     """Whether it is what a P with NIXL has answered, for D to read."""
     return isinstance(params, dict) and bool(params.get("do_remote_prefill")) and _NIXLS in params
-
-
-def _count(params: dict[str, Any], prompt_len: int) -> int | None:
-    """Return P's count; None where it is no count of this prompt."""
-    count = params.get(FIELD)
-    return count if type(count) is int and 0 <= count <= prompt_len else None

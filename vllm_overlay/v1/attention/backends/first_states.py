@@ -72,8 +72,8 @@ def _zero_first_states(
 ) -> None:
     """Zero the states of rows that are one token, the first of their request.
 
-    From 0.25.0 on places for guesses may come with it; `guesses` has how many, on the host, less
-    than 1 in rows that have none.
+    From 0.25.0 on places for guesses may come with it. `guesses` has how many, on the host, in
+    rows that are one token and those; less than 1 in others.
     """
     ends = getattr(common, "seq_lens_cpu_upper_bound", None)  # from 0.20.0 on; exact for prompts
     if ends is None:
@@ -85,7 +85,7 @@ def _zero_first_states(
     lengths = torch.diff(common.query_start_loc_cpu)
     one = lengths == 1
     if guesses is not None:
-        one = one | ((guesses > 0) & (guesses == lengths - 1))
+        one = one | (guesses > 0)
     rows = torch.nonzero(one & (ends == lengths) & prompts).flatten()
     if not len(rows):
         return

@@ -17,7 +17,9 @@ from tests.support.hybrid_engine import engine_of, speculate, states_of
 from tests.support.release import since
 from tests.support.step_rows import step, without_kernels
 
-pytest.importorskip("vllm_overlay.v1.attention.backends.first_states", reason="0.19.1 to 0.30.0")
+first_states = pytest.importorskip(
+    "vllm_overlay.v1.attention.backends.first_states", reason="0.19.1 to 0.30.0"
+)
 
 FIRST = [(40, 1), (0, 1)]
 
@@ -69,16 +71,31 @@ def test_no_other_row_is_a_first_token(row: tuple[int, int]) -> None:
     assert zeroed((40, 1), row) == []
 
 
-def test_places_for_guesses_do_not_hide_a_first_token() -> None:
+@pytest.mark.parametrize("guesses", [1, 3])
+def test_places_for_guesses_do_not_hide_a_first_token(guesses: int) -> None:
     """From 0.25.0 on a request that joins has as many as those that run."""
-    guesses = 3
-    rows = [(40, 4, False), (0, 4, True), (0, 4, True), (8, 4, True), (0, 12, True)]
-    places = torch.tensor([guesses, guesses, -1, guesses, -1], dtype=torch.int32)
+    row = 1 + guesses
+    rows = [(40, row, False), (0, row, True), (0, row, True), (8, row, True), (0, 12, True)]
+    places = torch.tensor([guesses, guesses, -1, guesses, 0], dtype=torch.int32)
     parts = zeroed_with_guesses(guesses, rows, places)
-    columns = 1 + guesses
-    first = {1 + columns}  # the second row's first block; the third is a prompt of four tokens
+    first = {1 + row}  # the second row's first block; the third is a prompt of as many tokens
     for part in parts:
         assert {block for block in range(len(part)) if not part[block].any()} == first
+
+
+def test_a_builder_is_made_and_told_as_on_stock() -> None:
+    class Builder:
+        def __init__(self, *args: object, **named: object) -> None:
+            self.made = args, named
+
+        def build(self, *args: object, **named: object) -> object:
+            return args, named
+
+    builder = first_states.begins_from_nothing(Builder)("spec", ["a layer"], "config", device="cpu")
+    assert builder.made == (("spec", ["a layer"], "config"), {"device": "cpu"})
+    common = step((40, 1, False))
+    told = builder.build(7, common, "accepted", None, True, more=1)
+    assert told == ((7, common, "accepted", None, True), {"more": 1})
 
 
 def test_rows_of_a_capture_or_a_dummy_step_are_none() -> None:

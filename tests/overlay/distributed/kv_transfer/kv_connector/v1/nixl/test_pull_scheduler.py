@@ -289,6 +289,14 @@ def test_a_p_with_other_groups_is_read_where_latent_caches_are_paired_by_region(
 
 
 @pytest.mark.parametrize(
+    "params", [{"remote_host": 7}, {"remote_num_tokens": -1}, {"dcp_size": 0}], ids=str
+)
+def test_what_else_is_wrong_is_refused_of_latent_caches_as_well(params: dict[str, Any]) -> None:
+    assert tokens_read([3], mla=True) == PROMPT
+    assert tokens_read([3], mla=True, **params) == 0
+
+
+@pytest.mark.parametrize(
     ("blocks", "offered", "read"),
     [(2, 32, 32), (1, 32, 0), (1, 16, 16), (0, 0, 0), (3, 400, PROMPT), (2, 400, 0)],
 )
