@@ -86,7 +86,8 @@ def test_places_for_guesses_do_not_hide_a_first_token(guesses: int) -> None:
 def test_a_builder_is_made_and_told_as_on_stock() -> None:
     class Builder:
         def __init__(self, *args: object, **named: object) -> None:
-            self.made = args, named
+            self.made: object = (args, named)
+            self.vllm_config: object = None
 
         def build(self, *args: object, **named: object) -> object:
             return args, named
@@ -96,6 +97,12 @@ def test_a_builder_is_made_and_told_as_on_stock() -> None:
     common = step((40, 1, False))
     told = builder.build(7, common, "accepted", None, True, more=1)
     assert told == ((7, common, "accepted", None, True), {"more": 1})
+    states = torch.ones(3, 2)
+    layers = {"a layer": SimpleNamespace(kv_cache=[states])}
+    compiled = SimpleNamespace(static_forward_context=layers)
+    builder.vllm_config = SimpleNamespace(compilation_config=compiled)
+    builder.build(7, step((40, 1, False), (0, 1, True)))
+    assert states.tolist() == [[1, 1], [1, 1], [0, 0]]
 
 
 def test_rows_of_a_capture_or_a_dummy_step_are_none() -> None:
