@@ -34,7 +34,16 @@ import vllm  # noqa: E402
 from tests.parity import wire_folder  # noqa: E402
 from tests.parity.scenario import SCENARIOS, LeftOutError, Scenario, shown_on  # noqa: E402
 
-MODULES = ("endpoints", "clients", "servicer", "retries", "connectors", "engines", "wire")
+MODULES = (
+    "endpoints",
+    "clients",
+    "servicer",
+    "retries",
+    "connectors",
+    "groups",
+    "engines",
+    "wire",
+)
 """In this order; what both sides wait for each other in comes last."""
 
 LIMIT = 90  # seconds for one scenario; a build that hangs is unlike one that does not
