@@ -21,3 +21,7 @@ def test_blocks_of_one_group_are_named_once(groups: int, named: set[int]) -> Non
     assert wrapped(worker) == named
     assert told == [set()], "upstream's own method was asked, and has forgotten them"
     assert wrapped(worker) == set()
+
+
+def test_a_worker_without_a_configuration_names_what_it_does_on_stock() -> None:
+    assert lost_groups.of_one_group(lambda _: {3})(SimpleNamespace()) == {3}
