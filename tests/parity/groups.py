@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
-from typing import Any
 
-import torch
 from vllm.sampling_params import SamplingParams
-from vllm.v1 import kv_cache_interface
 from vllm.v1.request import Request
 
 from tests.parity.scenario import LeftOutError, Observed, scenario
 from tests.support.lying_params import GOOD
 from tests.support.nixl_release import NixlConnectorScheduler
-from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from tests.support.nixl_worker import make_vllm_config
 from tests.support.release import since
+from tests.support.ring_groups import has, kept_in
 
 BLOCK = 16
 
@@ -33,30 +30,17 @@ PAIRS: dict[str, tuple[tuple[str, ...], tuple[str, ...], bool]] = {
 that of what a group of the release keeps: one block for a request, whatever its length."""
 
 
-def _kept_in(groups: tuple[str, ...], latent: bool) -> Any:  # noqa: ANN401 - a configuration
-    config = make_kv_cache_config(["full" for _ in groups], mla=latent)
-    for kind, group in zip(groups, config.kv_cache_groups, strict=True):
-        if kind == "full":
-            continue
-        if kind not in vars(kv_cache_interface):
-            raise LeftOutError(f"no {kind} in this release")
-        specification = vars(kv_cache_interface)[kind]
-        known = {field.name for field in dataclasses.fields(specification)}
-        fields = {"block_size": 8, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-        more = {"head_size_v": 0, "sliding_window": 16}
-        given = {name: value for name, value in more.items() if name in known}
-        group.kv_cache_spec = specification(**fields, **given)
-    return config
-
-
 @scenario(*PAIRS)
 def prompts_are_read(pair: str) -> Observed:
     """How many tokens of prompts of several lengths D is to read, and whether it waits for them."""
     theirs, ours, latent = PAIRS[pair]
     if theirs != ours and not since("0.30.0"):
         raise LeftOutError("before 0.30.0 the groups of P and D are the same ones")
+    for kind in ours:
+        if kind != "full" and not has(kind):
+            raise LeftOutError(f"no {kind} in this release")
     config = make_vllm_config(mla=latent, hybrid=len(ours) > 1)
-    scheduler = NixlConnectorScheduler(config, "D", _kept_in(ours, latent))
+    scheduler = NixlConnectorScheduler(config, "D", kept_in(ours, mla=latent))
     found = {}
     for number, tokens in enumerate((1, BLOCK, BLOCK + 1, 5 * BLOCK)):
         ids = itertools.count(1)

@@ -5,7 +5,6 @@ How a scheduler that pulls plays them is in test_scheduler.py; here are its furt
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import itertools
 import logging
@@ -13,16 +12,15 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
-from vllm.v1 import kv_cache_interface
 from vllm.v1.request import Request, RequestStatus
 
 from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 from tests.support.release import since
+from tests.support.ring_groups import has, kept_in
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 push_scheduler = pytest.importorskip(
@@ -157,23 +155,6 @@ PROMPT = 40
 """Tokens: three blocks of 16, the last of them half full."""
 
 
-def kept_in(groups: tuple[Any, ...], mla: bool) -> Any:  # noqa: ANN401 - a configuration
-    """A KV-cache configuration; a group of a name of the release's own is of that specification."""
-    own = [kind.endswith("Spec") for kind in groups]
-    config = make_kv_cache_config(
-        ["full" if its else kind for its, kind in zip(own, groups, strict=True)], mla=mla
-    )
-    for kind, its, group in zip(groups, own, config.kv_cache_groups, strict=True):
-        if its:
-            specification = vars(kv_cache_interface)[kind]
-            known = {field.name for field in dataclasses.fields(specification)}
-            fields = {"block_size": 8, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
-            more = {"head_size_v": 0, "sliding_window": 16}
-            given = {name: value for name, value in more.items() if name in known}
-            group.kv_cache_spec = specification(**fields, **given)
-    return config
-
-
 def tokens_read(
     blocks: list[int],
     *,
@@ -194,7 +175,7 @@ def tokens_read(
         hybrid=len(groups) > 1,
         extra_config={"bidirectional_kv_xfer": "do_remote_decode" in params},
     )
-    side = stock_pull.NixlPullConnectorScheduler(config, "D", kept_in(groups, mla))
+    side = stock_pull.NixlPullConnectorScheduler(config, "D", kept_in(groups, mla=mla))
     for name, count in (ranks or {}).items():
         setattr(config.parallel_config, name, count)
     if "do_remote_decode" in params:
@@ -265,7 +246,7 @@ def test_states_are_not_counted_in_tokens() -> None:
 def test_a_ring_is_one_block_however_long_the_prompt(
     kind: str, blocks: list[int], reads: bool
 ) -> None:
-    if kind not in vars(kv_cache_interface):
+    if not has(kind):
         pytest.skip("not of this release")
     assert bool(tokens_read(blocks, groups=("full", kind), tokens=80)) == reads
 
