@@ -132,6 +132,7 @@ REFUSED = {
         "        return result",
         "        with f():\n            pass\n        return result",
     ),
+    "a decorator twice": ("    def read", "    @guarded\n    @guarded\n    def read"),
     "a function": ("import os\n", "import os\n\n\ndef helper():\n    return 1\n"),
     "a method": ("    def read", "    def helper(self):\n        return 1\n\n    def read"),
     "a class": ("import os\n", "import os\n\n\nclass More:\n    pass\n"),
