@@ -45,6 +45,12 @@ def keep_off_states(
                 continue
             runner.input_batch.block_table[number].get_device_tensor(rows).fill_(_NOBODYS)
             for builder in layers.metadata_builders:
+                vars(builder).setdefault("_nobodys", True)
                 for name, told in vars(builder).items():
                     if "state_indices" in name and isinstance(told, torch.Tensor):
                         told.fill_(_NOBODYS)
+
+
+def is_nobodys(builder: object) -> bool:
+    """Whether the step that a builder of metadata is told of now is one of those; asked once."""
+    return bool(vars(builder).pop("_nobodys", False))

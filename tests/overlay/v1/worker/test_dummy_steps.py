@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 
 from tests.support.decode_graphs import GDN, MAMBA2
 from tests.support.dummy_steps import NOBODYS, IdleRank
-from vllm_overlay.v1.worker.dummy_steps import keep_off_states
+from vllm_overlay.v1.worker.dummy_steps import is_nobodys, keep_off_states
 
 ATTENTION, STATES = 0, 1
 
@@ -109,3 +109,16 @@ def test_also_where_a_request_left_within_its_prompt(
     rank.told(9)
     rank.step()
     assert rank.writes(rows) <= NOBODYS
+
+
+@pytest.mark.parametrize("guesses", [0, 2])
+def test_no_state_is_zeroed_for_a_request_that_left_within_its_first_token(guesses: int) -> None:
+    """All ranks would wait for that in each step; one that is real is told of as ever (51565)."""
+    rank = IdleRank(GDN, guesses=guesses)
+    layers = rank.compilation_config.static_forward_context.values()
+    parts = [part.fill_(1) for layer in layers for part in layer.kv_cache]
+    rank.step(first=(0, 40, 5))
+    rank.step()
+    rank.writes(4)
+    assert all(part.all() for part in parts)
+    assert not is_nobodys(rank.builder)

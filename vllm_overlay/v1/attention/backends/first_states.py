@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.19.1 to 0.30.0: a prompt whose first step is one token goes on from nothing.
+"""0.19.0 to 0.30.0: a prompt whose first step is one token goes on from nothing.
 
 The metadata of gated delta nets counts each row of one token, and each with places for guesses, as
 a decode, which reads the state in its request's block. Of a first token nothing has written one:
@@ -13,6 +13,8 @@ import functools
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+
+from vllm_overlay.v1.worker.dummy_steps import is_nobodys
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -75,12 +77,15 @@ def _zero_first_states(
     From 0.25.0 on places for guesses may come with it. `guesses` has how many, on the host, in
     rows that are one token and those; less than 1 in others.
     """
+    nobodys = is_nobodys(builder)
+    prompts = common.is_prefilling  # not a capture's rows
+    if nobodys or prompts is None or not prompts.any():  # mostly; it is asked in each step
+        return
     ends = getattr(common, "seq_lens_cpu_upper_bound", None)  # from 0.20.0 on; exact for prompts
     if ends is None:
-        # Up to 0.29.0; in 0.19.1, which has nothing else, none with asynchronous guesses.
+        # Up to 0.29.0; up to 0.19.1, where there is nothing else, none with asynchronous guesses.
         ends = getattr(common, "_seq_lens_cpu", None)
-    prompts = common.is_prefilling  # not a capture's rows; a dummy step's name no block (49757)
-    if ends is None or prompts is None:
+    if ends is None:
         return
     lengths = torch.diff(common.query_start_loc_cpu)
     one = lengths == 1
@@ -89,9 +94,10 @@ def _zero_first_states(
     rows = torch.nonzero(one & (ends == lengths) & prompts).flatten()
     if not len(rows):
         return
-    # The first block in each mode: of one token there is no later one.
-    blocks = common.block_table_tensor[rows.to(common.block_table_tensor.device), 0].long()
+    # The first block in each mode: of one token there is no later one. The host waits for nothing.
+    table = common.block_table_tensor
+    blocks = table[rows.to(table.device, non_blocking=True), 0].long()
     layers = builder.vllm_config.compilation_config.static_forward_context
     for name in builder.layer_names:
         for part in layers[name].kv_cache:
-            part[blocks] = 0
+            part.index_fill_(0, blocks, 0)

@@ -18,7 +18,7 @@ from tests.support.release import since
 from tests.support.step_rows import step, without_kernels
 
 first_states = pytest.importorskip(
-    "vllm_overlay.v1.attention.backends.first_states", reason="0.19.1 to 0.30.0"
+    "vllm_overlay.v1.attention.backends.first_states", reason="0.19.0 to 0.30.0"
 )
 
 FIRST = [(40, 1), (0, 1)]
