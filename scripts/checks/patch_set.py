@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from rich.table import Table
 
-from scripts.checks.typecheck import typecheck
+from scripts.checks.imports import import_faults
+from scripts.checks.typecheck import lay_out, typecheck
 from scripts.commits.stored import stored
 from scripts.patchset.documents import documents
 from scripts.patchset.hooks import logic_in_hooks
@@ -137,7 +138,10 @@ def _application(series: Series, registry: Registry) -> Iterator[str]:
         missing = [p.fix_id for p in series.patches if path in p.files and p.fix_id not in top]
         if missing:
             yield f"{release}: {path}: no notice near its top names {', '.join(missing)}"
-    yield from typecheck(release, stamped, overlay_files(series.patches))
+    overlay = overlay_files(series.patches)
+    tree = lay_out(release, stamped, overlay)
+    yield from typecheck(release, tree, stamped, overlay)
+    yield from (f"{release}: {fault}" for fault in import_faults(tree))
 
 
 def _kept_names(every: Sequence[Series]) -> Iterator[str]:

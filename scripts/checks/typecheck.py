@@ -43,8 +43,8 @@ ignore_missing_imports = False
 """
 
 
-def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, bytes]) -> list[str]:
-    """Return the faults that mypy finds in the hooks and the overlay on `release`.
+def lay_out(release: str, texts: Mapping[str, str], overlay: Mapping[str, bytes]) -> Path:
+    """Lay out the patched tree of `release`, of what Python there is, and return where it lies.
 
     Args:
         release: The release whose tree is patched.
@@ -63,6 +63,13 @@ def typecheck(release: str, texts: Mapping[str, str], overlay: Mapping[str, byte
         view = f"from {_CONNECTORS.replace('/', '.')}.nixl_connector import *\n"
         for name in _SPLIT_INTO:
             (tree / _CONNECTORS / "nixl" / f"{name}.py").write_text(view)
+    return tree
+
+
+def typecheck(
+    release: str, tree: Path, texts: Mapping[str, str], overlay: Mapping[str, bytes]
+) -> list[str]:
+    """Return the faults that mypy finds in the hooks and the overlay in `tree`, of `lay_out`."""
     configuration = tree / "mypy.ini"
     configuration.write_text(_CONFIGURATION)
     with _cache(release) as cache:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from scripts.checks import typecheck as module
-from scripts.checks.typecheck import typecheck
+from scripts.checks.typecheck import lay_out, typecheck
 from tests.scripts.repos import write
 
 WORKER = "vllm/worker.py"
@@ -64,7 +64,8 @@ def release(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 
 def faults(hooked: str = HOOKED, overlay: str = COUNT) -> list[str]:
     files = {"vllm_overlay/__init__.py": b"", OVERLAY: overlay.encode()}
-    return typecheck("0.20.2", {WORKER: hooked}, files)
+    texts = {WORKER: hooked}
+    return typecheck("0.20.2", lay_out("0.20.2", texts, files), texts, files)
 
 
 def test_says_nothing_of_what_is_right_and_of_what_is_upstreams(release: Path) -> None:

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import ReqMeta
 from vllm.logger import init_logger
 from vllm.v1 import kv_cache_interface
 
@@ -159,8 +159,10 @@ def _maps_groups(scheduler: NixlPullConnectorScheduler) -> bool:
     Latent ones alone, from 0.30.0 on: they are paired region by region. A P without HiSparse has
     one group of what are two on a D with it.
     """
-    latent: bool = scheduler.vllm_config.model_config.use_mla
-    return latent and not scheduler._has_mamba and hasattr(ReqMeta, "region_blocks_to_zero")
+    # Not at the top: the API server imports this first, and is in the middle of that package then.
+    metadata = import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    maps = hasattr(metadata.ReqMeta, "region_blocks_to_zero")
+    return maps and scheduler.vllm_config.model_config.use_mla and not scheduler._has_mamba
 
 
 def _find_in_any_groups(params: object, *, groups: int) -> Problem | None:
