@@ -26,6 +26,7 @@ from scripts.prove.forks import Fork
 from scripts.prove.outcomes import Outcomes, is_of
 from scripts.prove.pytest import Run, run_together
 from scripts.prove.record import of_fix
+from scripts.prove.starts import check_starts, starting
 from scripts.system.console import err
 from scripts.system.errors import CommandError
 from scripts.system.process import Finished
@@ -84,6 +85,9 @@ def prove_release(
         fixes: Whose tests are run, and which are run alone.
         registry: All fixes.
         held: By fix, what is taken from the record instead of a run of it alone, or of a part.
+
+    Raises:
+        CheckFailedError: A process of the patched build does not start.
     """
     series = Target.of(release).series
     environment = Environment(release).make()
@@ -106,7 +110,9 @@ def prove_release(
         runs = {name: Run(_files(fixes), shadow) for name, shadow in sides.items()}
         runs.update((one, Run(_files(missing[one]), shadow)) for one, shadow in alone.items())
         asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]
-        outcomes, answers = run_together(environment, runs, *asking)
+        outcomes, ended = run_together(environment, runs, *asking, *starting(patched))
+        answers, started = ended[: len(asking)], ended[len(asking) :]
+        check_starts(release, started)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     identities = {

@@ -21,10 +21,12 @@ from scripts.patchset.registry import Fix, Registry
 from scripts.patchset.series import Series, carried_releases, load_series
 from scripts.project import REPORTS, ROOT
 from scripts.prove.environment import Environment
+from scripts.prove.forks import Fork
 from scripts.prove.key import Side, inputs
 from scripts.prove.outcomes import Outcome
 from scripts.prove.pytest import Run, run_together
 from scripts.prove.record import Proof, proofs, record
+from scripts.prove.starts import check_starts, starting
 from scripts.prove.status_page import as_html, as_markdown
 from scripts.prove.stock import Stock, judge
 from scripts.system.console import err
@@ -77,7 +79,11 @@ class Cell:
 
 
 def prove_missing(release: str, registry: Registry) -> None:
-    """Run the tests of all fixes whose proof on `release` is missing or stale, and record them."""
+    """Run the tests of all fixes whose proof on `release` is missing or stale, and record them.
+
+    Raises:
+        CheckFailedError: A process of the patched build does not start.
+    """
     recorded, series = proofs(release), _series_of(release)
     held = series.fix_ids if series else ()
     due: dict[Side, list[tuple[Fix, str]]] = {"stock": [], "patched": []}
@@ -99,6 +105,7 @@ def prove_missing(release: str, registry: Registry) -> None:
         environment.make()
         environment.install(environment.stock)
         runs: dict[str, Run] = {}
+        starts: list[Fork] = []
         for side, keys in due.items():
             if keys:
                 err.print(f"{release}: {side}, the tests of {len(keys)} fixes ...")
@@ -106,7 +113,9 @@ def prove_missing(release: str, registry: Registry) -> None:
                 patched = side == "patched"
                 shadow = environment.beside(side, patched_wheel(release)) if patched else None
                 runs[side] = Run(paths, shadow)
-        outcomes, _ = run_together(environment, runs)
+                starts = starting(shadow) if shadow else starts
+        outcomes, ended = run_together(environment, runs, *starts)
+        check_starts(release, ended)
         for side, keys in due.items():
             if side in outcomes:
                 record(release, side, keys, outcomes[side])

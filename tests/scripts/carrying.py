@@ -105,6 +105,7 @@ _FILES = {
         for name in ("harness", "raised", "frozen")
     },
     "tests/programs/forks.py": (ROOT / "tests" / "programs" / "forks.py").read_text(),
+    "tests/programs/first_import.py": "import vllm\n",
     "tests/programs/handshake_hash.py": "import vllm\nprint(vllm.__version__, 'abc')\n",
     HOOKED: '"""All releases: what a hook calls."""\n'
     "def _sync_engine_id_across_tp(x: int) -> None:\n    print(x)\n",
