@@ -271,6 +271,26 @@ async def p_waits_for_two_conversations(connector: str) -> Observed:
         return seen(await visit(server, "POST", BATCH, raw), server.core)
 
 
+@scenario("MoRIIOConnector", "MooncakeConnector", "LMCacheConnectorV1")
+async def one_request_becomes_several(connector: str) -> Observed:
+    """On P and on D: of other connectors each of them names the transfer, as far as on stock."""
+    observed: dict[str, Observed] = {}
+    sampled, prompts = {"n": 2}, {"prompt": ["hi", "ho"]}
+    async with serving(connector=connector) as server:
+        for side, params in {"P": _PREFILL, "D": REMOTE}.items():
+            given = {**params, "transfer_id": "x"}
+            bodies = {
+                "samples": (COMPLETIONS, _params_in(COMPLETIONS, given, **sampled)),
+                "prompts": (COMPLETIONS, _params_in(COMPLETIONS, given, **prompts)),
+                "both": (COMPLETIONS, _params_in(COMPLETIONS, given, **sampled, **prompts)),
+                "conversations": (BATCH, _params_in(BATCH, given)),
+            }
+            for name, (path, one) in bodies.items():
+                answer = await visit(server, "POST", path, json.dumps(one).encode())
+                observed[f"{side}, {name}"] = seen(answer, server.core)
+    return observed
+
+
 @scenario(*OWN, "none")
 async def a_client_without_the_key(connector: str) -> Observed:
     """Who is not let in gets the same answer, and makes this server say nothing to anybody."""

@@ -14,6 +14,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     are_for,
     find_unsendable,
 )
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -29,13 +30,20 @@ def transfer_params(request: object, *, field_first: bool) -> object:
     """
     if getattr(request, "use_beam_search", False):
         return None
-    declared = getattr(type(request), "model_fields", None)
-    named = declared is None or "kv_transfer_params" in declared
-    field = getattr(request, "kv_transfer_params", None) if named else None
+    field = _field(request, "kv_transfer_params")
+    if not field and isinstance(more := _field(request, "vllm_xargs"), dict):
+        field = more.get("kv_transfer_params", field)  # where vLLM puts the field, too
     sampling = getattr(request, "sampling_params", None)
     if not isinstance(sampling, SamplingParams) or (field_first and field is not None):
         return field
     return (sampling.extra_args or {}).get("kv_transfer_params")
+
+
+def _field(request: object, name: str) -> object:
+    """Return a field that a kind of request names; a batch hands on what it does not name, too."""
+    declared = getattr(type(request), "model_fields", None)
+    batch = type(request).__name__ == "BatchChatCompletionRequest"
+    return getattr(request, name, None) if declared is None or name in declared or batch else None
 
 
 def refused(
@@ -47,13 +55,15 @@ def refused(
     """Return the answer to a request whose parameters cannot be used, else None.
 
     Only NIXL's are known in detail, to `find_problem`; with several connectors they may be meant
-    for another one.
+    for another one. But none of several can use what is no object: the first that looks into it
+    ends the engine, and NIXL's own check may come too late.
     """
     if params is None:
         return None
     problem = find_unsendable(params)
     kv = engine_client.vllm_config.kv_transfer_config
-    if kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path):
+    alone = kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path)
+    if alone or (takes_stand_ins(kv) and not isinstance(params, dict)):
         problem = problem or find_problem(params)
     if problem is None:
         return None

@@ -24,6 +24,10 @@ class OpenRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class BatchChatCompletionRequest(OpenRequest):
+    """vLLM's has no such field either, and hands all that comes on to each conversation."""
+
+
 def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
     """A token-level request, with parameters in both places."""
     extra: Any = sampling if sampling is None else {"kv_transfer_params": sampling}
@@ -42,6 +46,21 @@ def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
         (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=False), BAD, BAD),
         (tokens(GOOD, BAD), GOOD, BAD),
         (tokens(None, BAD), BAD, BAD),
+        # What a handler puts into the field's place if that is empty.
+        (
+            SimpleNamespace(kv_transfer_params=None, vllm_xargs={"kv_transfer_params": "x"}),
+            "x",
+            "x",
+        ),
+        (SimpleNamespace(kv_transfer_params={}, vllm_xargs={"kv_transfer_params": 1}), 1, 1),
+        (
+            SimpleNamespace(kv_transfer_params=GOOD, vllm_xargs={"kv_transfer_params": 1}),
+            GOOD,
+            GOOD,
+        ),
+        (SimpleNamespace(kv_transfer_params={}, vllm_xargs={"mine": 1}), {}, {}),
+        (OpenRequest(**{"vllm_xargs": {"kv_transfer_params": "x"}}), None, None),
+        (BatchChatCompletionRequest(**{"kv_transfer_params": BAD}), BAD, BAD),
         (tokens(GOOD, None), GOOD, None),
     ],
 )
@@ -53,7 +72,12 @@ def test_what_the_handler_will_use(
 
 
 def answer(params: object, connector: str | None, module: str | None = None) -> Any:  # noqa: ANN401
-    kv = connector and SimpleNamespace(kv_connector=connector, kv_connector_module_path=module)
+    more = {
+        "connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]
+    }
+    kv = connector and SimpleNamespace(
+        kv_connector=connector, kv_connector_module_path=module, kv_connector_extra_config=more
+    )
     client: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=kv))
     return refused(params, client, find_problem, lambda message, *, param: (message, param))
 
@@ -89,6 +113,15 @@ def test_what_nixl_cannot_use(connector: str) -> None:
 def test_what_may_be_meant_for_another_connector(connector: str | None, module: str | None) -> None:
     assert answer(BAD, connector, module) is None
     assert answer(UNSENDABLE, connector, module)[1] == "kv_transfer_params.other"
+
+
+def test_what_is_no_object_beside_nixl() -> None:
+    """The first of several connectors that looks into it ends the engine."""
+    message, param = answer("x", "MultiConnector")
+    assert param == "kv_transfer_params"
+    assert message == "kv_transfer_params must be an object, not str"
+    for connector in (None, "MooncakeConnector", "NixlPushConnector"):
+        assert answer("x", connector) is None
 
 
 def test_what_is_refused_is_counted() -> None:

@@ -10,27 +10,40 @@ parameters; the others compute their prompt, or find it in the prefix cache.
 
 The same holds on the prefill server, where each of them would hold its blocks for a reader, and
 the answer names those of one: the first prompt's first sample. See `RemembersTransfer`.
+
+So it is where a connector is NIXL's. Others may know each request on both sides (MoRIIO's ends its
+engine over one that it does not know) or serve several readers (Mooncake's); of these all keep
+their parameters.
 """
 
 from __future__ import annotations
 
 from copy import copy
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.sampling_params import SamplingParams
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import of_transfer
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import are_for, of_transfer
+from vllm_overlay.v1.engine.stand_in import configured
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig
 
 Params = TypeVar("Params")
 
 
-def transfer_once(params: Params, index: int) -> Params:
+def transfer_once(params: Params, index: int, owner: Any) -> Params:  # noqa: ANN401
     """Return the parameters for the `index`-th of the engine requests made of one request.
 
-    The first (0) gets `params` as they are. So do all of them where nothing is transferred. Any
-    other gets a copy without what belongs to the transfer: siblings share `params`, and whatever
-    else is in them (other connectors have settings there) stays.
+    The first (0) gets `params` as they are. So do all of them where nothing is transferred, or not
+    by NIXL. Any other gets a copy without what belongs to the transfer: siblings share `params`,
+    and whatever else is in them (other connectors have settings there) stays.
+
+    Args:
+        params: as the client gave them, for a beam search or a pooling model others than these.
+        index: of the engine request, from 0.
+        owner: an engine, or an endpoint, which has a client of one.
     """
     if index == 0 or not isinstance(params, SamplingParams) or not params.extra_args:
         return params
@@ -38,6 +51,8 @@ def transfer_once(params: Params, index: int) -> Params:
     if not isinstance(transfer, dict) or not (
         transfer.get("do_remote_prefill") or transfer.get("do_remote_decode")
     ):
+        return params
+    if not _with_nixl(getattr(owner, "engine_client", owner).vllm_config.kv_transfer_config):
         return params
     count(Acted.FURTHER_READER)
     own = copy(params)
@@ -47,9 +62,20 @@ def transfer_once(params: Params, index: int) -> Params:
     return own
 
 
-def transfer_done(params: Params) -> Params:
+def transfer_done(params: Params, owner: Any) -> Params:  # noqa: ANN401
     """Return the parameters for a further turn of a request whose first turn had `params`."""
-    return transfer_once(params, 1)
+    return transfer_once(params, 1, owner)
+
+
+def _with_nixl(config: KVTransferConfig | None) -> bool:
+    """Whether NIXL's connector is the one that is configured, or one of several.
+
+    Whatever class holds them: Dynamo has a `MultiConnector` of its own.
+    """
+    return config is not None and any(
+        are_for(name, path) or (name == "NixlPushConnector" and not path)
+        for name, path in configured(config)
+    )
 
 
 class RemembersTransfer:

@@ -74,11 +74,19 @@ def takes_stand_ins(config: KVTransferConfig | None) -> bool:
         return False
     if config.kv_connector != "MultiConnector":
         return are_for(config.kv_connector, None)
+    return any(are_for(*each) for each in configured(config))
+
+
+def configured(config: KVTransferConfig) -> list[tuple[str | None, str | None]]:
+    """Return name and module path of the connector, and of each of which it is made."""
     children = config.kv_connector_extra_config.get("connectors")
-    return any(
-        are_for(child.get("kv_connector"), child.get("kv_connector_module_path"))
-        for child in (children if isinstance(children, list) else [])
-    )
+    return [
+        (config.kv_connector, config.kv_connector_module_path),
+        *(
+            (child.get("kv_connector"), child.get("kv_connector_module_path"))
+            for child in (children if isinstance(children, list) else [])
+        ),
+    ]
 
 
 def stand_ins_to_nixl(method: _Method) -> _Method:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import BeamSearchParams, SamplingParams
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.llm_engine import LLMEngine
@@ -19,6 +20,21 @@ from vllm_overlay.v1.engine.fanout import RemembersTransfer, transfer_done, tran
 def sampling(transfer: object, **extra: Any) -> SamplingParams:  # noqa: ANN401 - any setting
     return SamplingParams(seed=3, extra_args={"kv_transfer_params": transfer, **extra})
 
+
+def engine(connector: str | None, path: str | None = None, *children: dict[str, Any]) -> Any:  # noqa: ANN401
+    """What knows the configuration, of which this is asked for."""
+    config = connector and KVTransferConfig(
+        kv_connector=connector,
+        kv_connector_module_path=path,
+        kv_role="kv_both",
+        kv_connector_extra_config={"connectors": list(children)} if children else {},
+    )
+    return SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=config or None))
+
+
+NIXL = engine("NixlConnector")
+CHILD = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 MORE: dict[str, Any] = {
     "dcp_size": 1,
@@ -35,9 +51,9 @@ MORE: dict[str, Any] = {
 def test_only_the_first_transfers(flag: str) -> None:
     params = sampling({**REMOTE, **MORE, "do_remote_prefill": False, flag: True}, mine=1)
     before = deepcopy(params)
-    assert transfer_once(params, 0) is params
+    assert transfer_once(params, 0, NIXL) is params
     for index in (1, 7):
-        other = transfer_once(params, index)
+        other = transfer_once(params, index, NIXL)
         assert other.extra_args == {"mine": 1}
         assert other.seed == params.seed
     assert params == before, "siblings share them"
@@ -45,7 +61,7 @@ def test_only_the_first_transfers(flag: str) -> None:
 
 
 def test_what_belongs_to_others_stays() -> None:
-    other = transfer_once(sampling({**REMOTE, "lmcache.skip_save": True}), 1)
+    other = transfer_once(sampling({**REMOTE, "lmcache.skip_save": True}), 1, NIXL)
     assert other.extra_args == {"kv_transfer_params": {"lmcache.skip_save": True}}
 
 
@@ -62,11 +78,43 @@ def test_what_belongs_to_others_stays() -> None:
     ],
 )
 def test_nothing_to_transfer_costs_no_copy(params: object) -> None:
-    assert transfer_once(params, 1) is params
+    assert transfer_once(params, 1, NIXL) is params
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        engine("NixlPushConnector"),
+        engine("MultiConnector", None, OTHER, CHILD),
+        engine("PdConnector", "kvbm.vllm_integration.connector", OTHER, CHILD),
+        SimpleNamespace(engine_client=NIXL),
+    ],
+)
+def test_wherever_nixl_is_one_of_the_connectors(owner: object) -> None:
+    assert transfer_once(sampling(dict(REMOTE)), 1, owner).extra_args == {}
+
+
+@pytest.mark.parametrize(
+    "owner",
+    [
+        engine(None),
+        engine("MoRIIOConnector"),
+        engine("MooncakeConnector"),
+        engine("LMCacheConnectorV1"),
+        engine("NixlConnector", "of.somebody.else"),
+        engine("NixlPushConnector", "of.somebody.else"),
+        engine("MultiConnector", None, OTHER),
+        engine("MultiConnector", None, CHILD | {"kv_connector_module_path": "of.somebody.else"}),
+    ],
+)
+def test_elsewhere_all_of_them_are_known_to_both_sides_as_on_stock(owner: object) -> None:
+    params = sampling({**REMOTE, "transfer_id": "x"})
+    assert transfer_once(params, 1, owner) is params
+    assert taken() == {}
 
 
 def test_later_turns_transfer_nothing() -> None:
-    assert transfer_done(sampling(dict(REMOTE))).extra_args == {}
+    assert transfer_done(sampling(dict(REMOTE)), NIXL).extra_args == {}
 
 
 def test_answer_is_the_one_child_s() -> None:
@@ -80,15 +128,16 @@ def test_answer_is_the_one_child_s() -> None:
 def test_offline_engine_fans_out_alike() -> None:
     """`LLM` does not go through `AsyncLLM`."""
     sent: list[EngineCoreRequest] = []
-    engine: Any = object.__new__(LLMEngine)
-    engine.input_processor = SimpleNamespace(
+    offline: Any = object.__new__(LLMEngine)
+    offline.vllm_config = NIXL.vllm_config
+    offline.input_processor = SimpleNamespace(
         assign_request_id=lambda request: None,
         # From 0.33.0 on:
         apply_watermarking=lambda params, wanted: None,
         resolve_watermarking=lambda params: None,
     )
-    engine.output_processor = SimpleNamespace(add_request=lambda *args: None)
-    engine.engine_core = SimpleNamespace(add_request=sent.append)
+    offline.output_processor = SimpleNamespace(add_request=lambda *args: None)
+    offline.engine_core = SimpleNamespace(add_request=sent.append)
     params = sampling(dict(REMOTE))
     params.n = 3
     request = EngineCoreRequest(
@@ -103,7 +152,7 @@ def test_offline_engine_fans_out_alike() -> None:
         data_parallel_rank=None,
         external_req_id="req",
     )
-    engine.add_request("req", request, params)
+    offline.add_request("req", request, params)
     readers = [
         child.request_id
         for child in sent
