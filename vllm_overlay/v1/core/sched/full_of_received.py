@@ -55,7 +55,7 @@ def last_received_gives_way(schedule: Schedule) -> Schedule:
         idle = not decided.total_num_scheduled_tokens and not self.running
         last = _last_of_the_stuck(self) if idle and (self.waiting or self.skipped_waiting) else None
         self._stands_still = last is not None  # type: ignore[attr-defined, unused-ignore]
-        if last is not None and refused:
+        if last is not None and any(req_id != last.request_id for req_id in refused):
             self.skipped_waiting.remove_requests([last])
             self.waiting.remove_requests([last])
             wait_as_preempted(self, last)
@@ -111,13 +111,15 @@ def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:
     for request in scheduler.requests.values():
         blocks = set(chain.from_iterable(manager.get_block_ids(request.request_id)))
         blocks.discard(pool.null_block.block_id)
+        if blocks and request.is_finished():
+            return None  # and there may be many, on a P that waits for its readers
         if blocks and _is_received(scheduler, request):
             received.add(request)
             held |= blocks
         elif blocks and request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
             return None  # a load is under way: the engine polls, and shall look at little
     in_use = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-    if len(held) != in_use or len(received) < 2:  # one alone needs more than there is
+    if len(held) != in_use:
         return None
     waiting = list(chain(scheduler.skipped_waiting, scheduler.waiting))
     if scheduler.policy == SchedulingPolicy.PRIORITY:

@@ -39,6 +39,8 @@ def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> b
         )
     else:
         victim = scheduler.running[-1]
+    if scheduler.sched_step_seq <= scheduler.processed_step_seq:
+        return False  # none runs, and blocks are held back for one that may never come
     return bool(scheduler.deferred_frees) or (
         victim.last_sched_seq > scheduler.processed_step_seq and victim.request_id not in scheduled
     )

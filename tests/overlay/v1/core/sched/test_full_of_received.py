@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from unittest import mock
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
@@ -10,6 +11,7 @@ from vllm.v1.core.sched.interface import PauseState
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.prefill_engine import PrefillEngine
 from tests.support.release import since
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
@@ -95,6 +97,67 @@ def test_one_alone_keeps_what_it_received() -> None:
     for _ in range(5):
         engine.step()
     assert holders(engine) == ["req-0"]
+
+
+def urgent(received: int, blocks: int) -> DecodeEngine:
+    """An engine of ten blocks: some have been received by so many, one more needs all."""
+    engine = DecodeEngine(num_blocks=1 + 10)
+    engine.serve_by_priority()
+    connect(engine.worker, "P")
+    for number in range(received):
+        start = 1000 * number
+        named = list(range(1, 1 + blocks))
+        engine.ask(f"req-{number}", range(start, start + 16 * blocks - 4), [named], max_tokens=2)
+        engine.scheduler.requests[f"req-{number}"].priority = 5
+    engine.step()
+    engine.ask("urgent", range(50_000, 50_156), [list(range(1, 11))], max_tokens=2)
+    engine.scheduler.requests["urgent"].priority = 0
+    return engine
+
+
+def run(engine: DecodeEngine, steps: int = 80) -> dict[str, str]:
+    """Let whatever is read arrive, unless it has failed; who has ended, and how."""
+    ended: dict[str, str] = {}
+    for _ in range(steps):
+        arrive(engine)
+        ended |= engine.step().finished
+    return ended
+
+
+@pytest.mark.parametrize(("received", "blocks"), [(1, 6), (9, 1)])
+def test_who_is_more_urgent_gets_all_that_it_needs(received: int, blocks: int) -> None:
+    engine = urgent(received, blocks)
+    assert len(run(engine)) == received + 1
+    assert taken()["RECEIVED_GAVE_WAY"] == received
+
+
+def test_one_behind_a_failed_read_gives_way() -> None:
+    """Who reads nothing of P may need a block more than it had been given for that."""
+    engine = full(2)
+    nixl_of(engine.worker).in_flight()[0].state = "ERR"
+    for _ in range(80):
+        for read in nixl_of(engine.worker).in_flight():
+            read.state = read.state if read.state == "ERR" else "DONE"
+        engine.step()
+    assert not engine.scheduler.requests
+
+
+def test_blocks_of_finished_requests_are_not_counted_one_by_one() -> None:
+    """A P whose cache is full of what nobody has read yet stands still like that, step by step."""
+    engine = PrefillEngine(num_blocks=1 + 40, async_scheduling=False, step_tokens=1000)
+    for number in range(12):
+        engine.prefill(f"req-{number}", range(100 * number, 100 * number + 64))
+    for _ in range(4):
+        engine.schedule()
+        engine.update()
+    scheduler = engine.scheduler
+    assert (len(engine.answers), len(scheduler.running)) == (10, 0)
+    assert len(scheduler.requests) == 12
+    with mock.patch.object(
+        scheduler.kv_cache_manager, "get_block_ids", wraps=scheduler.kv_cache_manager.get_block_ids
+    ) as looked:
+        scheduler.schedule()
+    assert looked.call_count <= 1
 
 
 def test_another_connectors_requests_wait_as_on_stock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,6 +74,7 @@ def scheduler(running: list[SimpleNamespace], **different: Any) -> SimpleNamespa
         "running": running,
         "deferred_frees": [],
         "processed_step_seq": 7,
+        "sched_step_seq": 8,
         "current_step": 9,
     }
     return SimpleNamespace(**known | different)
@@ -105,6 +106,12 @@ def test_who_would_run_on_is_preempted() -> None:
 
 def test_blocks_that_are_held_back_are_awaited() -> None:
     assert shortage.waits_for_running_step(scheduler([OLD], deferred_frees=[(8, [])]), {"old"})
+
+
+def test_where_no_step_runs_nothing_is_awaited() -> None:
+    """Blocks can be held back for the next step that computes; there may be none (copies)."""
+    idle = scheduler([OLD], deferred_frees=[(9, [])], processed_step_seq=8)
+    assert not shortage.waits_for_running_step(idle, set())
 
 
 def test_only_the_step_in_which_somebody_is_short_lets_nobody_in() -> None:

@@ -220,3 +220,60 @@ def test_a_step_that_samples_nothing_at_all_is_left_alone() -> None:
     )
     stale_output.drop_stale(engine.scheduler, decided, output)
     assert output.sampled_token_ids == []
+
+
+def preempted_in_its_last_step(**asked: int) -> tuple[PrefillEngine, list[object]]:
+    """An engine after that, and what of the prompt's logprobs has come with its outputs.
+
+    Its worker makes them with the last part of the prompt, once.
+    """
+    engine = PrefillEngine(num_blocks=4)
+    update, sent, made = engine.scheduler.update_from_output, [], {"asked": object()}
+
+    def of_worker(decided: Any, output: Any) -> Any:  # noqa: ANN401
+        index = output.req_id_to_index.get("asked")
+        if index is not None and output.sampled_token_ids[index] and made:
+            output.prompt_logprobs_dict.update(made)
+            made.clear()
+        outputs = update(decided, output)
+        sent.extend(
+            one.new_prompt_logprobs_tensors
+            for client in outputs.values()
+            for one in client.outputs
+            if one.request_id == "asked"
+        )
+        return outputs
+
+    engine.scheduler.update_from_output = of_worker
+    engine.prefill("first", range(100, 116), max_tokens=3, params={})
+    request = engine.prefill("asked", range(32), **asked)
+    engine.run(8)
+    assert engine.tokens["asked"] == [TOKEN]
+    return engine, [request.num_preemptions, *sent]
+
+
+def test_the_prompts_logprobs_come_with_the_token_that_is_sent() -> None:
+    engine, (preemptions, *sent) = preempted_in_its_last_step()
+    assert preemptions == 1
+    assert [one is not None for one in sent] == [True]
+    assert vars(engine.scheduler)["_kept_logprobs"] == {}
+
+
+def test_those_of_a_request_that_is_gone_are_not_kept() -> None:
+    scheduler: Any = SimpleNamespace(requests={}, _kept_logprobs={"gone": object()})
+    output: Any = SimpleNamespace(req_id_to_index={}, sampled_token_ids=[], prompt_logprobs_dict={})
+    stale_output._give_back(scheduler, output)
+    assert scheduler._kept_logprobs == output.prompt_logprobs_dict == {}
+
+
+@pytest.mark.parametrize("overlapped", [False, True])
+def test_with_stages_nothing_is_dropped_of_an_asynchronous_step(overlapped: bool) -> None:
+    """A stage notes such a token as one that comes, and would wait for it with the others."""
+    engine = PrefillEngine(num_blocks=4)
+    engine.scheduler.parallel_config.pipeline_parallel_size = 2
+    engine.scheduler.scheduler_config.async_scheduling = overlapped
+    request = engine.prefill("asked", range(32))
+    engine.schedule()
+    stale_output.is_preempted(engine.scheduler, request)
+    [preempted] = stale_output._preempted_since(engine.scheduler).values()
+    assert preempted == (set() if overlapped else {"asked"})

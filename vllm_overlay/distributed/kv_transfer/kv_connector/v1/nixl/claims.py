@@ -123,13 +123,13 @@ class ClaimsBlocks:
     def claims(self) -> Claims:
         """The claims of this engine core; for the scheduler's side."""
         # Which of these a release has, and for which role, differs; the longest is right for all.
-        return Claims(
-            max(
-                getattr(envs, "VLLM_NIXL_ABORT_REQUEST_TIMEOUT", 0),  # up to 0.21.0
-                getattr(self.connector_scheduler, "_kv_lease_duration", 0),  # from 0.22.0 on
-                getattr(self.connector_scheduler, "decoder_kv_blocks_ttl", 0),
-            )
-        )
+        leases: list[object] = [
+            getattr(envs, "VLLM_NIXL_ABORT_REQUEST_TIMEOUT", 0),  # up to 0.21.0
+            getattr(self.connector_scheduler, "_kv_lease_duration", 0),  # from 0.22.0 on
+            getattr(self.connector_scheduler, "decoder_kv_blocks_ttl", 0),
+        ]
+        # One is the operator's, and on stock nobody looks at it where D keeps no blocks.
+        return Claims(max(lease for lease in leases if isinstance(lease, int | float)))
 
 
 def claiming_connector(connector: KVConnectorBase_V1 | None) -> ClaimsBlocks | None:

@@ -38,6 +38,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import
     LeaseBook,
     Standing,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import unbracketed
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import PATIENCE
 
 logger = init_logger(f"vllm.{__name__}")
@@ -60,8 +61,9 @@ FRESH = 2.0
 """Seconds for which an address is taken for the host's own; then it is looked up again. Another P
 may have it by then, and that one says of every lease that it is gone."""
 
-SLOW = 1.0
-"""Seconds after which a lookup is not waited for where an older address is known."""
+SLOW = 0.05
+"""Seconds after which a lookup is not waited for where an older address is known: what is asked
+there is late by so much at the most."""
 
 IDLE = 10.0
 """Seconds after which a connection over which nothing was asked is closed, in the next step with
@@ -326,8 +328,7 @@ class _Names:
 
         None while that is not known, for whoever asks again.
         """
-        bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-        if is_address(bare):
+        if is_address(bare := unbracketed(host)):
             return bare
         known = self._known.get(host)
         if known is None or known.found < min(since, now() - FRESH):

@@ -84,6 +84,11 @@ def are_for(connector: str | None, module_path: str | None) -> bool:
     return connector in _PULLING and not module_path
 
 
+def unbracketed(host: str) -> str:
+    """A host without the brackets in which an address of IPv6 may stand, as vLLM takes it."""
+    return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
 def printable(text: str) -> str:
     """`text` for a line in a log or an id of ours: short, and without what moves a terminal.
 

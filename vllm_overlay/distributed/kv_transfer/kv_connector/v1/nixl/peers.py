@@ -26,6 +26,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     asks_for_blocks,
     printable,
+    unbracketed,
 )
 
 if TYPE_CHECKING:
@@ -71,7 +72,7 @@ class Peers:
 
     def allow(self, host: str, port: int) -> bool:
         """Whether one of the entries allows to connect to a host and port."""
-        address, name = _address(host), host.lower().removesuffix(".")
+        address, name = _address(unbracketed(host)), host.lower().removesuffix(".")
         if address is None and (not _NAME.fullmatch(name) or name.startswith("*")):
             return False
         return any(

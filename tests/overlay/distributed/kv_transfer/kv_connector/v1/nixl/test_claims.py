@@ -213,6 +213,9 @@ def test_the_longest_lease_counts(monkeypatch: pytest.MonkeyPatch, clock: list[f
         ({}, 7),
         ({"_kv_lease_duration": 30}, 30),
         ({"_kv_lease_duration": 30, "decoder_kv_blocks_ttl": 480}, 480),
+        # Of a template, say; stock does not look at it where D keeps no blocks.
+        ({"_kv_lease_duration": 30, "decoder_kv_blocks_ttl": "480"}, 30),
+        ({"_kv_lease_duration": 30, "decoder_kv_blocks_ttl": None}, 30),
     ):
         assert Nixl(**fields).claims._lease == lease
 
