@@ -1,0 +1,61 @@
+"""Of which tokens D, and P, say that there is KV, and which blocks are named."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.support.decode_engine import DecodeEngine
+
+kept = pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.kept", reason="from 0.21.0 on"
+)
+
+BLOCKS = ([1, 2, 3, 4], [5, 6, 7, 8])
+
+
+def request(computed: int, tokens: int, **params: object) -> Any:  # noqa: ANN401
+    return SimpleNamespace(
+        num_computed_tokens=computed, num_tokens=tokens, kv_transfer_params=params or None
+    )
+
+
+def side(*groups: str, ranks: int = 1) -> Any:  # noqa: ANN401 - NIXL's part of a scheduler
+    found = vars(DecodeEngine(groups=groups).scheduler.connector)["connector_scheduler"]
+    found.vllm_config.parallel_config.decode_context_parallel_size = ranks
+    return found
+
+
+@pytest.mark.parametrize(
+    ("computed", "tokens", "expected"), [(44, 45, 44), (45, 45, 44), (49, 45, 44), (30, 45, 30)]
+)
+def test_all_but_the_last_token(computed: int, tokens: int, expected: int) -> None:
+    assert kept.tokens_kept(request(computed, tokens)) == expected
+    assert kept.tokens_kept(request(computed, tokens, do_remote_prefill=False)) == expected
+
+
+def test_a_prefill_says_all_that_it_has_computed() -> None:
+    of_p = request(49, 45, do_remote_decode=True)
+    assert kept.tokens_kept(of_p) == 49
+    assert kept.blocks_kept(side("full"), of_p, BLOCKS[:1]) == BLOCKS[:1]
+
+
+@pytest.mark.parametrize(
+    ("computed", "tokens", "expected"), [(49, 49, 3), (52, 50, 4), (64, 34, 3), (48, 49, 4)]
+)
+def test_the_blocks_of_these(computed: int, tokens: int, expected: int) -> None:
+    """48 tokens fill three blocks. Where nothing is left out nothing is cut."""
+    found = kept.blocks_kept(side("full", "sliding"), request(computed, tokens), BLOCKS)
+    assert found == tuple(ids[:expected] for ids in BLOCKS)
+
+
+def test_ranks_that_share_a_block_hold_as_many_tokens_together() -> None:
+    found = kept.blocks_kept(side("full", ranks=2), request(49, 49), ([1, 2],))
+    assert found == ([1, 2],)
+    assert kept.blocks_kept(side("full", ranks=2), request(33, 33), ([1, 2],)) == ([1],)
+
+
+def test_states_go_by_what_was_computed() -> None:
+    assert kept.blocks_kept(side("full", "mamba"), request(49, 49), BLOCKS) == BLOCKS

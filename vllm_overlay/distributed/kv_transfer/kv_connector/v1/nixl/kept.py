@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From 0.21.0 on: with transfers in both directions D keeps KV for P of tokens that were answered.
+
+D counts as computed what it guessed behind the end of an answer, if the model agreed, and under
+asynchronous scheduling the last token. P's next prompt goes on with other tokens there.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import MambaSpec
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
+
+_Part = Any
+"""NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
+
+
+def tokens_kept(request: Request) -> int:
+    """Return of how many tokens of a finished request there is KV that its reader can use.
+
+    On D all but the last: a template may leave the end of an answer out of what P is sent next.
+    """
+    if (request.kv_transfer_params or {}).get("do_remote_decode"):
+        return request.num_computed_tokens
+    return min(request.num_computed_tokens, request.num_tokens - 1)
+
+
+def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # noqa: ANN401
+    """Return a finished request's blocks, a list for each group, without those behind these tokens.
+
+    Whoever reads them counts from the last one back. With states all is as on stock: they are
+    those after what was computed.
+    """
+    tokens, groups = tokens_kept(request), scheduler.kv_cache_config.kv_cache_groups
+    specs = [group.kv_cache_spec for group in groups]
+    if tokens == request.num_computed_tokens or any(isinstance(spec, MambaSpec) for spec in specs):
+        return block_ids
+    parallel = scheduler.vllm_config.parallel_config
+    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    return tuple(
+        ids[: cdiv(tokens, spec.block_size * ranks)]
+        for ids, spec in zip(block_ids, specs, strict=True)
+    )
