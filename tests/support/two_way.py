@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from tests.support.idle_engine import IdleEngine
+from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import peer_port
 
 TWO_WAY = "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.two_way"
 """The overlay's module for them, which a patched release has if it has them."""
 
-_Engine = TypeVar("_Engine", bound=IdleEngine)
+_Engine = TypeVar("_Engine", bound=DecodeEngine)
 
 
 def two_way(engine: _Engine, keeps: float = 100.0) -> _Engine:

@@ -222,13 +222,15 @@ def test_a_step_that_samples_nothing_at_all_is_left_alone() -> None:
     assert output.sampled_token_ids == []
 
 
-def preempted_in_its_last_step(**asked: int) -> tuple[PrefillEngine, list[object]]:
+def preempted_in_its_last_step() -> tuple[PrefillEngine, list[object]]:
     """An engine after that, and what of the prompt's logprobs has come with its outputs.
 
     Its worker makes them with the last part of the prompt, once.
     """
     engine = PrefillEngine(num_blocks=4)
-    update, sent, made = engine.scheduler.update_from_output, [], {"asked": object()}
+    update = engine.scheduler.update_from_output
+    sent: list[object] = []
+    made: dict[str, Any] = {"asked": object()}
 
     def of_worker(decided: Any, output: Any) -> Any:  # noqa: ANN401
         index = output.req_id_to_index.get("asked")
@@ -246,7 +248,7 @@ def preempted_in_its_last_step(**asked: int) -> tuple[PrefillEngine, list[object
 
     engine.scheduler.update_from_output = of_worker
     engine.prefill("first", range(100, 116), max_tokens=3, params={})
-    request = engine.prefill("asked", range(32), **asked)
+    request = engine.prefill("asked", range(32))
     engine.run(8)
     assert engine.tokens["asked"] == [TOKEN]
     return engine, [request.num_preemptions, *sent]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.support.decode_engine import DecodeEngine
+from tests.support.nixl_worker import GroupKind
 
 kept = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.kept", reason="from 0.21.0 on"
@@ -22,7 +23,7 @@ def request(computed: int, tokens: int, **params: object) -> Any:  # noqa: ANN40
     )
 
 
-def side(*groups: str, ranks: int = 1) -> Any:  # noqa: ANN401 - NIXL's part of a scheduler
+def side(*groups: GroupKind, ranks: int = 1) -> Any:  # noqa: ANN401 - NIXL's part of a scheduler
     found = vars(DecodeEngine(groups=groups).scheduler.connector)["connector_scheduler"]
     found.vllm_config.parallel_config.decode_context_parallel_size = ranks
     return found
