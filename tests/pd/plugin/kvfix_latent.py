@@ -18,10 +18,14 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.v1.attention.backend import MLAAttentionImpl
 
 # From 0.21.0 on each layer also makes one of these. `LatentAttention` never asks it for anything,
-# and without its kernels it must not be made as it would make itself.
-with suppress(ImportError):
+# and without its kernels it must not be made as it would make itself; from 0.25.0 on it cannot even
+# be imported.
+try:
     from vllm.v1.attention.backends.mla.prefill import flash_attn
-
+except ImportError:
+    with suppress(ImportError):
+        import kvfix_prefill  # noqa: F401 - registers itself
+else:
     del flash_attn.FlashAttnPrefillBackend.__init__
 
 
