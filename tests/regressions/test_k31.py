@@ -1,6 +1,6 @@
 """K31: a failed receive of several groups of full attention does not end the engine.
 
-With HiSparse (0.30.0 and later) the latent caches of a D are in two such groups. Of several groups
+With HiSparse (its scheduler minds from 0.31.0 on) the latent caches of a D are in two such groups. Of several groups
 a worker may not name lost blocks, only lost requests.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From 0.30.0 on: of several KV-cache groups no lost block is named, only the lost request.
+"""From 0.31.0 on: of several KV-cache groups no lost block is named, only the lost request.
 
 A worker names the lost blocks of a failed receive where each group keeps all of a prompt. With
 HiSparse there are several of those, and the scheduler takes blocks for those of one group: it ends

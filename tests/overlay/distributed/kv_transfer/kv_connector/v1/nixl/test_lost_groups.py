@@ -8,7 +8,7 @@ import pytest
 
 lost_groups = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lost_groups",
-    reason="from 0.30.0 on",
+    reason="from 0.31.0 on",
 )
 
 
