@@ -1,7 +1,7 @@
 """K31: a failed receive of several groups of full attention does not end the engine.
 
-With HiSparse (its scheduler minds from 0.31.0 on) the latent caches of a D are in two such groups. Of several groups
-a worker may not name lost blocks, only lost requests.
+With HiSparse the latent caches of a D are in two such groups. Of several groups a worker may not
+name lost blocks, only lost requests: from 0.31.0 on the scheduler minds.
 """
 
 from __future__ import annotations
