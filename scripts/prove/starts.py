@@ -39,5 +39,5 @@ def check_starts(release: str, ended: Sequence[Finished]) -> None:
             raise CheckFailedError(
                 f"patched {release}: no process starts with {module}: {said}",
                 expected="a module that can be imported before any other",
-                next_step="nox -s lint says which of our modules is imported in a circle",
+                next_step="see what is imported in a circle: nox -s lint",
             )

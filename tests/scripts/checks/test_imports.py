@@ -6,6 +6,7 @@ import importlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -43,14 +44,21 @@ BAD = {
 
 @pytest.fixture
 def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A patched tree that this process can import from."""
+    """A patched tree that this process can import from, whatever it has imported."""
+    others = _taken()
     for name, text in {**UPSTREAM, "vllm_overlay/other.py": ""}.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(str(tmp_path))
     yield tmp_path
-    for name in [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_overlay")]:
-        del sys.modules[name]
+    _taken()
+    sys.modules.update(others)
+
+
+def _taken() -> dict[str, ModuleType]:
+    """Take what is imported of these packages out of this process."""
+    names = [name for name in sys.modules if name.split(".")[0] in ("vllm", "vllm_overlay")]
+    return {name: sys.modules.pop(name) for name in names}
 
 
 @pytest.mark.parametrize("name", GOOD)

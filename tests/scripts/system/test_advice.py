@@ -115,6 +115,7 @@ UNTYPED = {
     "prove/audit:_require_pinned:NotLockedError": "as that of pinned_release",
     "patchset/choice:without:UsageError 2": "test_apply types it; no fix here needs another",
     "prove/forks:run_in_forks:CommandError": "runs in an environment of 8 GB",
+    "prove/starts:check_starts:CheckFailedError": "as the others that name lint",
     "patchset/registry:Registry.fix:RegistryError": "as the others that name lint",
     "patchset/series:load_series:NotCarriedError": "as that of project, which comes before it",
     "upstream/history:_pinned:NotLockedError": "as that of upstream/pin",
