@@ -113,7 +113,8 @@ def prove_missing(release: str, registry: Registry) -> None:
                 patched = side == "patched"
                 shadow = environment.beside(side, patched_wheel(release)) if patched else None
                 runs[side] = Run(paths, shadow)
-                starts = starting(shadow) if shadow else starts
+                if shadow:
+                    starts = starting(shadow)
         outcomes, ended = run_together(environment, runs, *starts)
         check_starts(release, ended)
         for side, keys in due.items():
