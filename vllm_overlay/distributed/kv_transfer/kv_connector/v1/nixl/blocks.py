@@ -14,7 +14,7 @@ Block ids are lists with one list of ids for each KV-cache group, in the order o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -270,6 +270,7 @@ def _cut(
 
 def pair_smaller_blocks(
     worker: NixlConnectorWorker,
+    req_id: str,
     local_block_ids: BlockIds,
     remote_block_ids: BlockIds,
     block_size_ratio: int,
@@ -277,27 +278,31 @@ def pair_smaller_blocks(
     """Pair our kernel blocks with a peer's that hold fewer tokens; one KV-cache group.
 
     Each of ours is read in `block_size_ratio` parts, numbered as `get_mapped_blocks` does it.
-    The peer holds the whole prompt, so the length of its list tells how many logical blocks the
-    prompt takes here; those that we do not ask for are the prefix hit.
+    The peer holds the whole prompt; what the prefix cache had is left out at its start, and at our
+    end what is reserved for tokens to come. How many blocks the cache had, K19 says. Without it the
+    length of the peer's list tells how many the prompt takes here, and so how many we do not ask
+    for.
 
     Returns:
         Parts of local blocks and remote blocks, equally many and of the same tokens. No local
         group at all where nothing is to be read.
 
     Raises:
-        ValueError: we ask for more blocks than the prompt has.
+        ValueError: nobody says what the cache had, and we ask for more than the prompt has.
     """
     if not any(local_block_ids):
         return [], remote_block_ids
     [ours], [theirs] = local_block_ids, remote_block_ids
     parts = worker.get_mapped_blocks(np.asarray(ours), block_size_ratio).tolist()
-    parts_per_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
-    whole_prompt = -(-len(theirs) // parts_per_logical) * parts_per_logical
-    hit = whole_prompt - len(parts)
+    of_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
+    meta = worker._recving_metadata.get(req_id)
+    hits: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())
+    whole_prompt = -(-len(theirs) // of_logical) * of_logical
+    hit = hits[0] * of_logical if hits else whole_prompt - len(parts)
     if hit < 0:
         raise ValueError(
             f"{len(ours)} local blocks of {block_size_ratio} parts were asked for, but "
             f"{len(theirs)} remote blocks fill only {whole_prompt} parts"
         )
-    wanted = theirs[hit:]
+    wanted = theirs[hit : hit + len(parts)]
     return [parts[: len(wanted)]], [wanted]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -210,11 +211,23 @@ class TestPairSmallerBlocks:
         worker = make_worker()
         local: list[list[list[int]]] = [[], [[]]]
         for nothing in local:
-            assert blocks.pair_smaller_blocks(worker, nothing, [[1, 2]], 2) == ([], [[1, 2]])
+            assert blocks.pair_smaller_blocks(worker, "r", nothing, [[1, 2]], 2) == ([], [[1, 2]])
 
     def test_more_than_the_prompt(self) -> None:
         with pytest.raises(ValueError, match="2 local blocks"):
-            blocks.pair_smaller_blocks(make_worker(), [[1, 2]], [[1, 2]], 2)
+            blocks.pair_smaller_blocks(make_worker(), "r", [[1, 2]], [[1, 2]], 2)
+
+    @pytest.mark.parametrize(("hit", "remote"), [(0, [1, 2]), (1, [1, 2, 3])])
+    def test_slots_reserved_for_guesses_are_no_part_of_the_prompt(
+        self, hit: int, remote: list[int]
+    ) -> None:
+        """A draft model's, at our end: by the lengths there would be too many, or no hit."""
+        worker = make_worker()
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(hit,))
+        worker._recving_metadata["r"] = meta
+        ours, theirs = blocks.pair_smaller_blocks(worker, "r", [[4, 5]], [remote], 2)
+        assert theirs == [remote[2 * hit :][:4]]
+        assert ours == [[8, 9, 10, 11][: len(theirs[0])]]
 
 
 class TestHandshake:

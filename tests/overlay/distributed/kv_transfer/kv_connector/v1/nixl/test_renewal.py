@@ -390,6 +390,24 @@ def test_an_engine_that_vllm_has_evicted_meanwhile_is_let_go() -> None:
     assert len(nixl.in_flight()) == 1
 
 
+def test_handshakes_with_smaller_blocks_share_the_descriptors_of_our_memory() -> None:
+    """Up to 0.26.0 there would be a list more, and none less, after each of them."""
+    worker = make_worker(mla=True)
+    half = worker.block_size // 2
+    halves = [length // 2 for length in worker.block_len_per_layer]
+    smaller = {"block_size": half, "block_lens": halves, "num_blocks": worker.num_blocks * 2}
+    nixl = nixl_of(worker)
+    for engine_id in ("P", "Q", "P"):
+        connect(worker, engine_id, **smaller)
+        renewal.disconnect(worker, engine_id)
+    made = [agent for agent, *_ in nixl.called("prep_xfer_dlist")]
+    assert len([agent for agent in made if not agent.startswith("agent")]) == 2, made
+    connect(worker, "P", **smaller)
+    ask(worker, "d", 1)
+    assert len(nixl.in_flight()) == 1
+    assert nixl.misuse == []
+
+
 def test_a_worker_that_pushes_is_left_as_it_is() -> None:
     push = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker")
     start = push.NixlPushConnectorWorker.start_load_kv
