@@ -59,7 +59,6 @@ _Worker = Any
 """`NixlConnectorWorker`; from 0.24.0 on `NixlPullConnectorWorker`."""
 
 _Start = Callable[[_Worker, "NixlConnectorMetadata"], None]
-_Register = Callable[[_Worker, int], tuple[int, list[tuple[int, int, int]]]]
 
 
 class _Renewals:
@@ -163,18 +162,13 @@ def shakes_hands_anew(start: _Start) -> _Start:
     return wrapper
 
 
-def one_list_for_each_size(register: _Register) -> _Register:
-    """Up to 0.26.0: have each handshake with a P of smaller kernel blocks use the same list.
+def list_of_size(worker: _Worker, block_size: int) -> int:
+    """Up to 0.26.0: return the handle of our own memory's descriptors, cut to P's block size.
 
-    vLLM makes the descriptors of our own memory, cut to P's block size, once more in each of them,
-    and puts their handle in the place of one that nobody gives back: reads may be under way with it.
+    In each handshake with a P of smaller kernel blocks vLLM makes them once more, and puts their
+    handle in the place of one that nobody gives back: reads may be under way with it.
     """
-
-    @functools.wraps(register)
-    def wrapper(self: _Worker, block_size: int) -> tuple[int, list[tuple[int, int, int]]]:
-        handle = self.src_xfer_handles_by_block_size.get(block_size)
-        if handle is None or block_size == self.block_size:
-            return register(self, block_size)
-        return handle, []  # what is described, only our own size is asked for
-
-    return wrapper
+    handle: int | None = worker.src_xfer_handles_by_block_size.get(block_size)
+    if handle is None:
+        handle, _ = worker.register_local_xfer_handler(block_size)
+    return handle
