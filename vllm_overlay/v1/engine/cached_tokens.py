@@ -12,6 +12,7 @@ D's own count stays what its metrics go by. Upstream overwrites it, and then
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +31,7 @@ _NIXLS = "remote_request_id"
 
 
 def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Have the state of a new request know what P said; below `classmethod`."""
+    """Have the state of a new request know what P said, and report it; below `classmethod`."""
 
     @functools.wraps(make)
     def wrapper(
@@ -47,44 +48,41 @@ def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
             state._said_by_prefill = count if type(count) is int and count >= 0 else None
             # From 0.31.0 on it would become D's own count.
             state.remote_prefill_cached_tokens = None
+        # The others make their outputs, one for each token, with nothing in between. Of several
+        # samples the first is made first, and from K10 on the only one that transfers.
+        parent = state.parent_req
+        if parent is not None and params:
+            parent._transfers = True
+        if params or getattr(parent, "_transfers", False):
+            plain, itself = type(state).make_request_output, weakref.ref(state)
+            state.make_request_output = functools.partial(_report, plain, itself)
         return state
 
     return wrapper
 
 
-def reports_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
+def _report(  # the first five arguments of `plain` are the same on all releases
+    plain: Callable[..., RequestOutput | PoolingRequestOutput | None],
+    itself: weakref.ref[RequestState],
+    new_token_ids: list[int],
+    pooling_output: object,
+    finish_reason: object,
+    stop_reason: object,
+    kv_transfer_params: dict[str, Any] | None = None,
+    *args: Any,  # noqa: ANN401 - passed on as they are
+    **named: Any,  # noqa: ANN401
+) -> RequestOutput | PoolingRequestOutput | None:
     """Have what a client gets say P's count, as D, and hand it to D, as P."""
-
-    @functools.wraps(make)
-    def wrapper(  # the first five are the same on all releases
-        self: Any,  # noqa: ANN401 - `RequestState`, with what it has heard
-        new_token_ids: list[int],
-        pooling_output: object,
-        finish_reason: object,
-        stop_reason: object,
-        kv_transfer_params: dict[str, Any] | None = None,
-        *args: Any,  # noqa: ANN401 - passed on as they are
-        **named: Any,  # noqa: ANN401
-    ) -> RequestOutput | PoolingRequestOutput | None:
-        if _is_nixls(kv_transfer_params):
-            own = max(0, self.num_cached_tokens)
-            kv_transfer_params = {FIELD: own, **kv_transfer_params}
-        output: RequestOutput | PoolingRequestOutput | None = make(
-            self,
-            new_token_ids,
-            pooling_output,
-            finish_reason,
-            stop_reason,
-            kv_transfer_params,
-            *args,
-            **named,
-        )
-        count = _for_the_client(self)
-        if output is not None and count is not None:
-            output.num_cached_tokens = count
-        return output
-
-    return wrapper
+    state: Any = itself()
+    if _is_nixls(kv_transfer_params):
+        own = max(0, state.num_cached_tokens)
+        kv_transfer_params = {FIELD: own, **kv_transfer_params}
+    said = new_token_ids, pooling_output, finish_reason, stop_reason, kv_transfer_params
+    output = plain(state, *said, *args, **named)
+    count = _for_the_client(state)
+    if output is not None and count is not None:
+        output.num_cached_tokens = count  # type: ignore[union-attr, unused-ignore]
+    return output
 
 
 def _for_the_client(state: Any) -> int | None:  # noqa: ANN401 - `RequestState`, that has heard

@@ -97,10 +97,11 @@ def stand_ins_to_nixl(method: _Method) -> _Method:
         self: MultiConnector,
         request: Request,
         *args: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
     ) -> object:
         child = claiming_connector(self) if is_stand_in(request) else None
         if child is None:
-            return method(self, request, *args)
-        return getattr(child, method.__name__)(request, *args)
+            return method(self, request, *args, **named)
+        return getattr(child, method.__name__)(request, *args, **named)
 
     return cast("_Method", wrapper)

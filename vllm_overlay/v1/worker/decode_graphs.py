@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_overlay.v1.kv_cache_interface import is_made_of
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -29,7 +31,7 @@ def decodes_alone(runner: GPUModelRunner, step: SchedulerOutput) -> bool | None:
         step: with at least one token.
     """
     groups = runner.kv_cache_config.kv_cache_groups
-    if not any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups):
+    if not any(is_made_of(group.kv_cache_spec, MambaSpec) for group in groups):
         return None  # attention over a prompt and over guesses is the same
     batch = runner.input_batch
     guesses = sum(map(len, step.scheduled_spec_decode_tokens.values()))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
+import weakref
 from typing import Any
 
 import msgspec
@@ -170,3 +172,23 @@ def test_a_count_that_is_there_stays() -> None:
 def test_other_answers_are_handed_on_as_they_are(answered: dict[str, Any]) -> None:
     told, _ = processed({"do_remote_decode": True}, dict(answered), own=16)
     assert told.kv_transfer_params == answered
+
+
+@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, REMOTE], ids=str)
+def test_a_request_that_transfers_nothing_has_stocks_own_method(
+    params: dict[str, Any] | None,
+) -> None:
+    """It is called for each token. No state waits for the garbage collector, with its prompt."""
+    request = asyncio.run(asyncio.wait_for(_sent(params), 60))
+    processor = OutputProcessor(None, log_stats=False)
+    processor.add_request(request, None)
+    [state] = processor.request_states.values()
+    assert ("make_request_output" in vars(state)) is (params is not None)
+    gone = weakref.ref(state)
+    del state
+    gc.disable()
+    try:
+        processor.abort_requests([request.request_id], internal=True)
+        assert gone() is None
+    finally:
+        gc.enable()

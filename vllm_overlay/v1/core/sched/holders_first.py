@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     """Put a request that found no room in front of those that hold no blocks, if it is one of them.
 
+    So are those right behind it that hold none either, in their order.
+
     Returns:
         Whether it stood in front of others that do hold some; they are to be looked at now.
     """
@@ -30,5 +32,9 @@ def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
         return False
     if request.num_computed_tokens or not any(one.num_computed_tokens for one in holders):
         return False
-    scheduler.waiting.prepend_request(holders.pop_request())
+    moved = [holders.pop_request()]
+    while not holders.peek_request().num_computed_tokens:
+        moved.append(holders.pop_request())
+    for one in reversed(moved):
+        scheduler.waiting.prepend_request(one)
     return True

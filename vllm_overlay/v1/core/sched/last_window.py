@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import pulls
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
+
+_NULL_BLOCK = 0
+"""Id of the block that stands for none: `BlockPool` takes its first one for that."""
 
 
 def allocate_slots(
@@ -39,7 +43,8 @@ def allocate_slots(
     """Give a request that waits its slots, as `KVCacheManager.allocate_slots` does.
 
     Where it would lose a token so, a load of the whole prompt takes the slots of a load of all but
-    the last token, and of that token. These are the same but for the block of that one.
+    the last token, and of that token. These are the same but for the block of that one. Not where
+    P has given that block up, as stock does: what it names in its place is not the prompt's.
     """
     end = num_new_computed_tokens + num_external_computed_tokens
     if (
@@ -49,6 +54,7 @@ def allocate_slots(
         and _loses_a_token(scheduler, end)
         and not _has_states(scheduler)
         and _pulls(loader_of(scheduler, request))
+        and _is_named(scheduler, request, end)
     ):
         num_external_computed_tokens -= 1
         num_new_tokens += 1
@@ -95,6 +101,30 @@ def _loses_a_token(scheduler: Scheduler, end: int) -> bool:
         > one.get_num_skipped_tokens(end - 1) // one.block_size
         for one in managers
     ) and all((end - 1) % one.block_size for one in managers)
+
+
+def _is_named(scheduler: Scheduler, request: Request, end: int) -> bool:
+    """Whether P names each block that the last of `end` tokens looks at, in no place the null one.
+
+    Read into a block of ours, that would be in our prefix cache, for others to hit.
+    """
+    params = request.kv_transfer_params or {}
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    named = [
+        (managers[index], ids)
+        for index, ids in zip(
+            transfer_group_ids(scheduler.kv_cache_config),
+            params.get("remote_block_ids") or (),
+            strict=False,
+        )
+    ]
+    # A P that has generated more than a token names blocks that come after the prompt, too.
+    beyond = max([0, *(len(ids) - cdiv(end, one.block_size) for one, ids in named)])
+    for one, ids in named:
+        seen = cdiv(end, one.block_size) - one.get_num_skipped_tokens(end - 1) // one.block_size
+        if _NULL_BLOCK in ids[-seen - beyond :]:
+            return False
+    return True
 
 
 def _has_states(scheduler: Scheduler) -> bool:

@@ -6,7 +6,7 @@ while a step runs that may write to them. To preempt one in flight gains the req
 nothing in this step, and the next one just as little: a single block that is missing preempts all
 that run. Here the request that is short waits for the running step instead, and nobody who waits
 outside takes blocks before it. Upstream (0.30.0) waits, too, for whom it would preempt. It lets
-waiting requests in meanwhile; and under `--scheduling-policy priority` it goes on to run one that
+waiting requests in meanwhile, does so where the worker forgets who waits, and under `--scheduling-policy priority` it goes on to run one that
 is to be preempted as long as that needs no block of its own.
 """
 
@@ -16,6 +16,7 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.kv_cache_interface import MambaSpec
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -25,7 +26,8 @@ def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> b
     """Say whether a running request without blocks is to wait, where it would preempt another.
 
     It is while blocks are held back, or if those of the next to be preempted would be. Without a
-    connector that loads, and without steps that overlap, neither ever is.
+    connector that loads, and without steps that overlap, neither ever is. Where the worker forgets
+    who waits, it is as on stock.
 
     Args:
         scheduler: of the engine.
@@ -41,9 +43,25 @@ def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> b
         victim = scheduler.running[-1]
     if scheduler.sched_step_seq <= scheduler.processed_step_seq:
         return False  # none runs, and blocks are held back for one that may never come
+    if _forgets_who_waits(scheduler):
+        return False
     return bool(scheduler.deferred_frees) or (
         victim.last_sched_seq > scheduler.processed_step_seq and victim.request_id not in scheduled
     )
+
+
+def _forgets_who_waits(scheduler: Scheduler) -> bool:
+    """Whether the worker loses what it needs of a request that is left out of a step.
+
+    The first model runner keeps by its rows how many guesses the last step accepted, and so which
+    state goes on; and which token was sampled, if the step after the next begins before it ends.
+    """
+    if scheduler.use_v2_model_runner:
+        return False
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    stages = scheduler.parallel_config.pipeline_parallel_size
+    return (states and scheduler.num_spec_tokens > 0) or stages > 2
 
 
 def nobody_was_short(scheduler: Scheduler) -> bool:

@@ -28,6 +28,14 @@ def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none(queue: s
     assert list(asked.waiting) == [lost, new]
 
 
+def test_of_several_that_have_lost_them_the_first_stays_the_first() -> None:
+    first, second, holder, third, new = (request(n) for n in (0, 0, 32, 0, 0))
+    asked = scheduler([first, second, holder, third], [new])
+    assert module.lets_holders_run(asked, first) is True
+    assert list(asked.kv_holding_waiting) == [holder, third]
+    assert list(asked.waiting) == [first, second, new]
+
+
 def test_who_holds_nothing_is_not_let_run_in_front_of_it() -> None:
     """In 0.30.0, who waited for a grammar."""
     lost, compiled = request(), request()

@@ -71,7 +71,7 @@ def given(
         ),
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
     )
-    request: Any = SimpleNamespace(request_id="asked", num_tokens=prompt)
+    request: Any = SimpleNamespace(request_id="asked", num_tokens=prompt, kv_transfer_params=None)
     allocate_slots(
         scheduler,
         request,
@@ -126,6 +126,27 @@ def test_so_is_one_beside_states() -> None:
 )
 def test_only_what_nixl_reads(connector: object, taken: bool) -> None:
     assert given(connector=connector) == ((1, LOST - 1) if taken else (0, LOST))
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("further", [0, 2], ids=["", "P went on"])
+@pytest.mark.parametrize("in_front", [[], [0]], ids=["", "a longer window"])
+@pytest.mark.parametrize("length", test_k22.LENGTHS)
+def test_a_block_that_p_does_not_name_is_not_taken(
+    length: int, in_front: list[int], further: int, given_up: bool
+) -> None:
+    """A stock P names the null block for it: read, that would be a prefix that others hit."""
+    engine = test_k22.decoding()
+    blocks = list(range(test_k22.FIRST, test_k22.FIRST + -(-length // 16) + further))
+    window = blocks[-3 - further :]
+    if given_up:
+        window[0] = 0
+    engine.ask("asked", range(length), [blocks, in_front + window])
+    engine.advance()
+    first = (length - test_k22.WINDOW) // 16
+    _, ours = engine.scheduler.kv_cache_manager.get_block_ids("asked")
+    assert (ours[first] == 0) is given_up
+    assert (0, first) not in test_k22.arrivals(engine)
 
 
 @pytest.mark.parametrize("groups", [("full", "sliding"), ("full",), ("sliding",)])

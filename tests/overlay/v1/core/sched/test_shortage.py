@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from tests.support.overlapped_engine import OverlappedEngine
 
@@ -76,6 +78,10 @@ def scheduler(running: list[SimpleNamespace], **different: Any) -> SimpleNamespa
         "processed_step_seq": 7,
         "sched_step_seq": 8,
         "current_step": 9,
+        "use_v2_model_runner": False,
+        "num_spec_tokens": 0,
+        "kv_cache_config": SimpleNamespace(kv_cache_groups=[]),
+        "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
     }
     return SimpleNamespace(**known | different)
 
@@ -112,6 +118,33 @@ def test_where_no_step_runs_nothing_is_awaited() -> None:
     """Blocks can be held back for the next step that computes; there may be none (copies)."""
     idle = scheduler([OLD], deferred_frees=[(9, [])], processed_step_seq=8)
     assert not shortage.waits_for_running_step(idle, set())
+
+
+STATES = SimpleNamespace(
+    kv_cache_groups=[
+        SimpleNamespace(kv_cache_spec=MambaSpec(16, ((1,),), (torch.float32,))),
+    ]
+)
+STAGES = {
+    number: {"parallel_config": SimpleNamespace(pipeline_parallel_size=number)} for number in (2, 3)
+}
+
+
+@pytest.mark.parametrize(
+    ("how", "waits"),
+    [
+        ({"kv_cache_config": STATES}, True),
+        ({"kv_cache_config": STATES, "num_spec_tokens": 1}, False),
+        ({"num_spec_tokens": 1}, True),
+        (STAGES[2], True),
+        (STAGES[3], False),
+    ],
+)
+def test_nobody_waits_whom_the_worker_would_forget(how: dict[str, Any], waits: bool) -> None:
+    """The first runner knows accepted guesses and sampled tokens by the rows of the last step."""
+    assert shortage.waits_for_running_step(scheduler([MID], **how), set()) is waits
+    second = scheduler([MID], **how, use_v2_model_runner=True)
+    assert shortage.waits_for_running_step(second, set())
 
 
 def test_only_the_step_in_which_somebody_is_short_lets_nobody_in() -> None:

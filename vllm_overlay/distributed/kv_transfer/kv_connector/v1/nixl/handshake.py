@@ -56,6 +56,9 @@ _OF_CONNECTED = (
 )
 """Those that are entered with an engine, or checked by a handshake that is not ours to undo."""
 
+_OF_CUTS = "src_xfer_handles_by_tp_ratio", "_dram_src_handles_by_tp_ratio"
+"""The lists of our own memory by the cut; the second from 0.30.0 on."""
+
 _OF_TOPOLOGY = ("_engines", "_fa_source_sets", "_fa_source_indices")
 """The topology's, up to 0.23.0. There an engine's key says its pipeline stage too, which for NIXL
 is always the first."""
@@ -77,7 +80,11 @@ def _entered(worker: _Worker) -> set[str]:
 
 
 def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Have `add_remote_agent` forget the whole engine when it does not take one of its ranks."""
+    """Have `add_remote_agent` forget the whole engine when it does not take one of its ranks.
+
+    And lists of our own memory, cut for as many ranks as the peer has, that this would have been
+    the first to use: NIXL may have made some of them only, and nobody makes the others.
+    """
 
     @functools.wraps(add)
     def wrapper(
@@ -86,10 +93,16 @@ def forgets_whom_it_refuses(add: Callable[..., _Result]) -> Callable[..., _Resul
         *rank_and_sizes: int,
         **named: int,
     ) -> _Result:
+        cuts = [vars(self).get(table, {}) for table in _OF_CUTS]
+        known = [set(lists) for lists in cuts]
         try:
             return add(self, nixl_agent_meta, *rank_and_sizes, **named)
         except Exception:
             forget(self, nixl_agent_meta.engine_id)
+            for lists, before in zip(cuts, known, strict=True):
+                for cut in lists.keys() - before:
+                    for handle in filter(None, lists.pop(cut)):
+                        _give_back(self.nixl_wrapper.release_dlist_handle, handle)
             raise
 
     return wrapper
@@ -123,8 +136,7 @@ def forgets_whom_it_loses(handshake: Callable[..., _Result]) -> Callable[..., _R
 
 
 def forget(worker: _Worker, engine_id: str) -> None:
-    """Undo what a handshake that failed has entered; descriptors of our own memory stay, and the
-    peer's agents.
+    """Undo what a handshake that failed has entered; the peer's agents stay.
 
     Not of an engine that is connected, nor of our own, whatever a peer calls itself.
     """

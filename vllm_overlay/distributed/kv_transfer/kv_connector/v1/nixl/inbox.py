@@ -22,7 +22,8 @@ def notifications(
     """Return what peers have sent since the last call, without what cannot be read.
 
     What begins like one of `others` is somebody else's to read. `fit` raises for a number of
-    ranks that this worker cannot serve. Who has read what is noted for the worker's next report.
+    ranks that this worker cannot serve. Who has read what is noted for the worker's next report,
+    but not where `others` are told the same way: blocks are pushed there, and in another thread.
     """
     try:
         arrived = worker.nixl_wrapper.get_new_notifs()
@@ -33,13 +34,13 @@ def notifications(
     if not arrived:
         return ()
     return [
-        [n for n in sent if n.startswith(others) or _readable(worker, n, peer, fit)]
+        [n for n in sent if n.startswith(others) or _readable(worker, n, peer, fit, not others)]
         for peer, sent in arrived.items()
     ]
 
 
 def _readable(
-    worker: _Worker, notification: bytes, peer: str, fit: Callable[[int], object]
+    worker: _Worker, notification: bytes, peer: str, fit: Callable[[int], object], noted: bool
 ) -> bool:
     """Whether it is "<request id>:<ranks that it is from or for>", with ranks that fit.
 
@@ -55,7 +56,7 @@ def _readable(
             raise ValueError(f"{ranks} ranks")
         fit(ranks)
         heard = vars(worker).get("_heard")
-        if heard is not None:  # there is a report for it
+        if noted and heard is not None:  # there is a report for it
             heard[req_id] = heard.get(req_id, frozenset()) | {peer}
     except Exception as error:
         log.warning(

@@ -10,13 +10,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import (
+    CrossAttentionSpec,
+    EncoderOnlyAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 _Part = Any
 """NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
+
+_OF_ENCODER = CrossAttentionSpec | EncoderOnlyAttentionSpec
+"""Their blocks go by what was encoded."""
 
 
 def tokens_kept(request: Request) -> int:
@@ -42,6 +50,13 @@ def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # n
     parallel = scheduler.vllm_config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return tuple(
-        ids[: cdiv(tokens, spec.block_size * ranks)]
+        ids
+        if isinstance(spec, _OF_ENCODER)
+        # From 0.30.0 on each context rank can have the whole of a group, such as a draft model's.
+        else ids[: cdiv(tokens, spec.block_size * (ranks if _is_shared(spec) else 1))]
         for ids, spec in zip(block_ids, specs, strict=True)
     )
+
+
+def _is_shared(spec: KVCacheSpec) -> bool:
+    return bool(getattr(spec, "dcp_sharded", True))

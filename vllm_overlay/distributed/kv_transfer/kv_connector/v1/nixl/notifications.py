@@ -319,11 +319,12 @@ def finds_network_part_done(shake_hands: _Method) -> _Method:
         remote_tp_size: int,
         expected_engine_id: str,
         *sizes: Any,  # noqa: ANN401 - of other kinds of parallelism
+        **named: Any,  # noqa: ANN401 - the same, and whatever the release hands on
     ) -> object:
         notifications = _of(self)
         heard = notifications and notifications.take_heard(expected_engine_id)
         make = functools.partial(
-            shake_hands, self, host, port, remote_tp_size, expected_engine_id, *sizes
+            shake_hands, self, host, port, remote_tp_size, expected_engine_id, *sizes, **named
         )
         if notifications and notifications.here():
             return make()

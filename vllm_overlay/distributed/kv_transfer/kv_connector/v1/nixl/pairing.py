@@ -12,10 +12,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowMLASpec,
+    SlidingWindowSpec,
+)
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.blocks import (
     holds_all_tokens,
+    peer_ratio,
     refuse_other_block_size,
     refuse_other_ratio,
     refuse_unpairable_hybrid,
@@ -25,6 +32,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     transfer_group_ids,
     transfer_groups,
 )
+from vllm_overlay.v1.kv_cache_interface import is_made_of
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
@@ -53,25 +61,48 @@ def refuse_hybrid(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
 def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
     """Refuse a peer whose ``--block-size`` differs where a pull cannot serve that.
 
-    Regions that belong to other groups on P than here are paired token by token, whatever the
-    sizes. Elsewhere a group that keeps a window of the prompt ends in a block that is padded
-    differently on both sides, and nothing says how far the window goes back.
+    Context ranks share the tokens of a prompt block by block. Regions that belong to other groups
+    on P than here are paired token by token, whatever the sizes. Elsewhere a group that keeps a
+    window of the prompt ends, with another ``--block-size``, in a block that is padded differently
+    on both sides, and nothing says how far the window goes back.
 
     Raises:
-        RuntimeError: the ratios differ; or the sizes of kernel blocks, on a CPU or with a window.
+        RuntimeError: the ratios differ; or the sizes of blocks, with context ranks; or those of
+            kernel blocks, on a CPU or with a window.
     """
     if not pulls(worker):
         return
+    ratio = peer_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
+    theirs = ratio * peer.block_size
+    ours = worker._physical_blocks_per_logical_kv_block * worker.block_size
+    if theirs != ours and _context_ranks(worker, getattr(peer, "dcp_size", 1)) > 1:
+        raise RuntimeError(
+            f"NIXL handshake: engine {peer.engine_id} has blocks of {theirs} tokens, this engine "
+            f"of {ours}, and context ranks hold them by turns. Start prefill and decode with the "
+            "same --block-size."
+        )
     if _grouped_otherwise(worker, peer):
         return
     refuse_other_block_size(worker, peer)  # type: ignore[arg-type, unused-ignore]
     specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
-    if peer.block_size != worker.block_size and not all(map(holds_all_tokens, specs)):
+    paired = all(map(holds_all_tokens, specs)) or (theirs == ours and all(map(_is_plain, specs)))
+    if peer.block_size != worker.block_size and not paired:
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
             f"tokens, this engine of {worker.block_size}, and not every layer keeps the whole "
             "prompt. Start prefill and decode with the same --block-size."
         )
+
+
+def _context_ranks(worker: Any, theirs: int) -> int:  # noqa: ANN401 - of any release
+    """Of how many ranks at most, here or at a peer, each has a share of the tokens."""
+    return max(getattr(worker, "dcp_size", 1), theirs)  # from 0.29.0 on it may be a peer's
+
+
+def _is_plain(spec: KVCacheSpec) -> bool:
+    """Whether a group keeps keys and values, of all tokens or of those in a window."""
+    plain = is_made_of(spec, FullAttentionSpec | SlidingWindowSpec)
+    return plain and not is_made_of(spec, SlidingWindowMLASpec)
 
 
 def _has_other_ratio(worker: Any, meta: ReqMeta | None) -> bool:  # noqa: ANN401 - of any release
@@ -128,8 +159,9 @@ def pair_smaller_blocks(
     peer holds the whole prompt; what the prefix cache had is left out at its start, and padding
     at our end. States are whole. What is paired replaces the peer's blocks in the request's
     metadata, from which the worker sees later what to clear. How many blocks were left out, the
-    request says from 0.29.0 on, or K19 does. Else the lengths tell it, but of a hybrid of two
-    ratios, of which no prefix is cached (`refuse_unpairable_hybrid`).
+    request says from 0.29.0 on, or K19 does. Else, and of a window, which both sides name up to the
+    same block, the lengths tell it; but of a hybrid of two ratios no prefix is cached
+    (`refuse_unpairable_hybrid`). Of context ranks upstream has left it out before.
 
     Returns:
         Parts of local blocks and remote blocks, equally many and of the same tokens in each
@@ -141,7 +173,14 @@ def pair_smaller_blocks(
     if not any(local_block_ids):
         return [], remote_block_ids
     meta = worker._recving_metadata.get(req_id)
+    if meta is not None and meta.remote is not None:
+        peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
+        if _context_ranks(worker, getattr(peer, "remote_dcp_size", 1)) > 1:
+            return worker._map_block_ids_for_block_size_ratio(  # type: ignore[no-any-return, unused-ignore]
+                local_block_ids, remote_block_ids, block_size_ratio
+            )
     hits = getattr(meta, "local_num_computed_blocks", ())  # from 0.29.0 on
+    specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
     ours, theirs = [list(ids) for ids in local_block_ids], [list(ids) for ids in remote_block_ids]
     for group, index in enumerate(transfer_group_ids(worker.kv_cache_config)):
         if not ours[group] or issubclass(worker._group_spec_types[group], MambaSpec):
@@ -149,7 +188,7 @@ def pair_smaller_blocks(
         parts = worker.get_mapped_blocks(np.asarray(ours[group]), block_size_ratio).tolist()
         of_logical = worker._physical_blocks_per_logical_kv_block * block_size_ratio
         surplus = -(-len(theirs[group]) // of_logical) * of_logical - len(parts)
-        if hits:
+        if hits and not is_made_of(specs[group], SlidingWindowSpec):
             hit = hits[index] * of_logical
         elif surplus >= 0:
             hit = 0 if _has_other_ratio(worker, meta) else surplus

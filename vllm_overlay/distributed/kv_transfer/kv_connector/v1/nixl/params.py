@@ -32,6 +32,8 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _OF_TRANSFER = frozenset({"tp_size", "dcp_size", "pp_size", "transfer_mode"})
 """What a prefill server hands out beside names that begin with do_remote_ and remote_."""
 
+_LATER_NUMBERS = "dcp_size", "pp_size", "remote_registration_generation"
+
 _OF_OTHERS = frozenset({"remote_prefiller", "remote_decoder", "remote_kv_source"})
 """Names of that kind which the offloading connector reads, for a tier on peers (from 0.27.0 on)."""
 
@@ -173,16 +175,23 @@ def find_number_problem(params: dict[str, Any]) -> Problem | None:
     """Say what is wrong with the numbers that peers of later releases add; `tp_size` is good.
 
     A worker looks at `pp_size` from 0.26.0 on, at `dcp_size` from 0.30.0 on and at the generation
-    from 0.33.0 on. Where it does not, a bad one is no reason to refuse a request.
+    from 0.33.0 on. Where it does not, a bad one is no reason to refuse a request. A router may write
+    null for what P has not said (`said`).
     """
-    for field, low, high in (
-        ("dcp_size", 1, MAX_RANKS),
-        ("pp_size", 1, MAX_RANKS // params.get("tp_size", 1)),
-        ("remote_registration_generation", 0, 2**63 - 1),
-    ):
-        if field in params and (problem := _number_problem(params, field, low, high)):
+    limits = (1, MAX_RANKS), (1, MAX_RANKS // params.get("tp_size", 1)), (0, 2**63 - 1)
+    for field, (low, high) in zip(_LATER_NUMBERS, limits, strict=True):
+        if params.get(field) is not None and (problem := _number_problem(params, field, low, high)):
             return problem
     return None
+
+
+def said(params: dict[str, Any]) -> dict[str, Any]:
+    """The parameters without numbers that peers of later releases add and this one has not."""
+    return {
+        field: value
+        for field, value in params.items()
+        if value is not None or field not in _LATER_NUMBERS
+    }
 
 
 def _place_problem(params: dict[str, Any]) -> Problem | None:

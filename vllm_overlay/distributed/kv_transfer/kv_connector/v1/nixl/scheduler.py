@@ -23,6 +23,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     peer_problem,
     printable,
+    said,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
@@ -79,8 +80,8 @@ def has_engine(scheduler: object) -> bool:
 
 
 def as_checked(params: object) -> CheckedParams:
-    """Take parameters as they are; what is no object holds none."""
-    return CheckedParams(params if isinstance(params, dict) else {})
+    """Take parameters as they are; what is no object holds none, and null says no number."""
+    return CheckedParams(said(params) if isinstance(params, dict) else {})
 
 
 def check(

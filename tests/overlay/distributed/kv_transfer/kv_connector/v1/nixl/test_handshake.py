@@ -126,6 +126,25 @@ def test_all_ranks_of_a_refused_peer_are_forgotten(refused_rank: int) -> None:
     assert worker.get_block_ids_with_load_errors() == set()
 
 
+@pytest.mark.parametrize("made", [0, 1, 2])
+def test_lists_of_our_memory_that_were_not_all_made_are_made_anew(made: int) -> None:
+    """Stock keeps those that there are, and reads by one that there is not end its engine."""
+    worker = decoder()
+    nixl = nixl_of(worker)
+    before = len(nixl.called("prep_xfer_dlist"))
+    fails = raising(OSError("busy"), lambda *_: len(nixl.called("prep_xfer_dlist")) > before + made)
+    nixl.on["prep_xfer_dlist"] = fails
+    with pytest.raises(OSError, match="busy"):
+        connect(worker, "P", tp_size=2)
+    assert not worker.src_xfer_handles_by_tp_ratio
+    assert len(nixl.called("release_dlist_handle")) == made
+    nixl.on.clear()
+    connect(worker, "P", tp_size=2)
+    receive(worker, "d", tp_size=2)
+    assert len(nixl.in_flight()) == 2
+    assert nixl.misuse == []
+
+
 def test_a_refusal_that_nixl_cannot_clean_up_after_is_a_refusal() -> None:
     worker = decoder()
     nixl_of(worker).on["release_dlist_handle"] = raising(OSError("busy"))

@@ -6,6 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import GroupKind
@@ -56,6 +58,22 @@ def test_ranks_that_share_a_block_hold_as_many_tokens_together() -> None:
     found = kept.blocks_kept(side("full", ranks=2), request(49, 49), ([1, 2],))
     assert found == ([1, 2],)
     assert kept.blocks_kept(side("full", ranks=2), request(33, 33), ([1, 2],)) == ([1],)
+
+
+def test_a_group_that_each_of_them_has_whole() -> None:
+    """A draft model's, from 0.30.0 on; it says so of itself."""
+    scheduler = side("full", "full", ranks=2)
+    _, whole = scheduler.kv_cache_config.kv_cache_groups
+    object.__setattr__(whole.kv_cache_spec, "dcp_sharded", False)
+    assert kept.blocks_kept(scheduler, request(49, 49), BLOCKS) == ([1, 2], [5, 6, 7])
+
+
+def test_what_was_encoded_goes_by_no_tokens() -> None:
+    scheduler = side("full", "full")
+    scheduler.kv_cache_config.kv_cache_groups[1] = SimpleNamespace(
+        kv_cache_spec=CrossAttentionSpec(16, 1, 8, torch.float32)
+    )
+    assert kept.blocks_kept(scheduler, request(33, 33), BLOCKS) == ([1, 2], BLOCKS[1])
 
 
 def test_states_go_by_what_was_computed() -> None:

@@ -25,6 +25,8 @@ NO_PARTS = (
 )
 """Of blocks that are read in parts: what is said where a group keeps a window of the prompt."""
 
+GROUPS: Any = ("full", "sliding")
+
 
 @pytest.mark.parametrize("mla", [False, True])
 @pytest.mark.parametrize("ratio", [1, 2])
@@ -58,7 +60,8 @@ class TestPairSmallerBlocks:
     def test_the_scheduler_s_word_on_the_prefix_goes_before_a_guess(self) -> None:
         """Padding at our end: the lengths alone would say that there was no hit."""
         worker = make_worker()
-        remote = SimpleNamespace(block_ids=[[1, 2, 3]])
+        connect(worker, "P")
+        remote = SimpleNamespace(block_ids=[[1, 2, 3]], engine_id="P")
         meta: Any = SimpleNamespace(local_num_computed_blocks=(1,), remote=remote)
         worker._recving_metadata["r"] = meta
         ours, theirs = pairing.pair_smaller_blocks(worker, "r", [[4, 5]], [[1, 2, 3]], 2)
@@ -76,6 +79,21 @@ def test_of_a_hybrid_of_two_ratios_and_kernels_all_is_read(tokens: int, prefill_
     engines = Engines(deployment)
     engines.connect()
     assert engines.faults_of_a_prompt(tokens) == []
+
+
+@pytest.mark.skipif(not since("0.32.0"), reason="earlier ones do not make such blocks")
+@pytest.mark.parametrize("decode_ratio", [1, 2])
+@pytest.mark.parametrize("tokens", range(3, 49, 9))
+@pytest.mark.parametrize("hit", [0, 1, 3])
+def test_a_window_whose_kernels_alone_differ_is_read(
+    decode_ratio: int, tokens: int, hit: int
+) -> None:
+    """`--block-size` is the same, as with one attention backend on two kinds of GPU."""
+    ratios = 2 * decode_ratio, decode_ratio
+    deployment = Deployment(*ratios, groups=GROUPS, split=2, prefix_caching=True)
+    engines = Engines(deployment)
+    engines.connect()
+    assert engines.faults_of_a_prompt(tokens, min(hit, (tokens - 1) // 16)) == []
 
 
 class TestRefusals:
@@ -107,9 +125,10 @@ class TestRefusals:
         pairing.refuse_other_size(worker, other)
 
 
-GROUPS: Any = ("full", "sliding")
 SAYS_GROUPS = "region_group_ids" in {field.name for field in dataclasses.fields(NixlAgentMetadata)}
 """Whether engines say to which group of layers each region belongs: from 0.30.0 on."""
+SAYS_CONTEXT = "dcp_size" in {field.name for field in dataclasses.fields(NixlAgentMetadata)}
+"""Whether engines say of how many ranks each has a share of the tokens: from 0.29.0 on."""
 
 
 def peer_of(worker: Any, **changes: int) -> Any:  # noqa: ANN401
@@ -166,6 +185,22 @@ class TestWhoIsRefused:
             elif Deployment(1, 1, split=2).makes_its_blocks:
                 pairing.refuse_other_size(worker, peer)
 
+    @pytest.mark.skipif(not SAYS_CONTEXT, reason="from 0.29.0 on")
+    @pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (2, 1), (1, 2), (2, 2)])
+    def test_other_blocks_with_context_ranks(self, ours: int, theirs: int) -> None:
+        """Those take turns block by block, so each would hold tokens of others."""
+        worker = make_worker(mla=True)
+        worker.dcp_size = ours
+        same = peer_of(worker, dcp_size=theirs)
+        pairing.refuse_other_size(worker, same)
+        half = peer_of(worker, dcp_size=theirs, block_size=worker.block_size // 2)
+        refused = "context ranks" if max(ours, theirs) > 1 else ""
+        if refused or not Deployment(1, 1, split=2, mla=True).makes_its_blocks:
+            with pytest.raises(RuntimeError, match=refused):
+                pairing.refuse_other_size(worker, half)
+        else:
+            pairing.refuse_other_size(worker, half)
+
     @pytest.mark.skipif(not SAYS_GROUPS, reason="from 0.30.0 on")
     @pytest.mark.parametrize("ours", [(), (0, 0), (0, 1)])
     @pytest.mark.parametrize("theirs", [(), (0, 0), (0, 1)])
@@ -211,7 +246,8 @@ def paired(
     worker = make_worker(groups=groups, **sizes)
     meta: Any = None
     if hits is not None:
-        remote = SimpleNamespace(block_ids=[list(ids) for ids in theirs])
+        connect(worker, "P")
+        remote = SimpleNamespace(block_ids=[list(ids) for ids in theirs], engine_id="P")
         meta = SimpleNamespace(local_num_computed_blocks=hits, remote=remote)
         worker._recving_metadata["r"] = meta
     got = pairing.pair_smaller_blocks(worker, "r", ours, theirs, ratio)
@@ -270,7 +306,8 @@ class TestPairs:
     def test_what_another_rank_of_p_is_read_for_stays_in_the_metadata(self) -> None:
         """A read names the blocks of its own groups only."""
         worker = make_worker(groups=GROUPS)
-        remote = SimpleNamespace(block_ids=[[1, 2], [5, 6]])
+        connect(worker, "P")
+        remote = SimpleNamespace(block_ids=[[1, 2], [5, 6]], engine_id="P")
         meta: Any = SimpleNamespace(local_num_computed_blocks=(0, 0), remote=remote)
         worker._recving_metadata["r"] = meta
         got = pairing.pair_smaller_blocks(worker, "r", [[], [4]], [[], [5, 6]], 2)
@@ -282,6 +319,28 @@ class TestPairs:
         ours = [list(range(asked))]
         with pytest.raises(ValueError, match=rf"{asked} local blocks .* {len(theirs)} remote"):
             paired(ours, [theirs])
+
+    @pytest.mark.skipif(not SAYS_CONTEXT, reason="from 0.29.0 on")
+    @pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
+    def test_context_ranks_are_paired_as_on_stock(self, sizes: tuple[int, int]) -> None:
+        """Upstream has left out what the cache had, before it comes here: rank by rank."""
+        worker = make_worker(mla=True)
+        connect(worker, "P")
+        worker.dcp_size = sizes[0]
+        topology = topology_of(worker)
+        info = dataclasses.replace(topology.get_engine_info("P"), remote_dcp_size=sizes[1])
+        topology._engines = dict.fromkeys(topology._engines, info)
+        remote = SimpleNamespace(block_ids=[[1, 2, 3, 6]], engine_id="P")
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(1,), remote=remote)
+        worker._recving_metadata["r"] = meta
+        got = pairing.pair_smaller_blocks(worker, "r", [[5]], [[3, 6]], 2)
+        assert got == ([[10, 11]], [[3, 6]])
+        assert remote.block_ids == [[1, 2, 3, 6]]
+
+    def test_a_window_is_paired_from_its_end(self) -> None:
+        """Both sides name its last blocks only, so hits in front of them do not count."""
+        got, _ = paired([[7]], [[1, 2, 3, 6]], (5,), ("sliding",))
+        assert got == ([[14, 15]], [[3, 6]])
 
     def test_a_request_that_is_not_awaited_has_no_metadata_to_keep(self) -> None:
         worker = make_worker()

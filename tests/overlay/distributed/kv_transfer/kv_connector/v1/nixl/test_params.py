@@ -21,6 +21,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     of_transfer,
     peer_problem,
     printable,
+    said,
 )
 
 PEER = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -97,13 +98,22 @@ def test_a_field_that_cannot_be_used(field: str, value: object) -> None:
 
 
 @pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
-@pytest.mark.parametrize("value", ["1", 1.0, True, None, -1, 2**63, [1]])
+@pytest.mark.parametrize("value", ["1", 1.0, True, -1, 2**63, [1]])
 def test_a_peer_whose_numbers_are_none(field: str, value: object) -> None:
     """It is not talked to; that a release does not look at them is for others to know."""
     params = {**GOOD, field: value}
     problem = peer_problem(params)
     assert problem is not None and problem.field == field
     assert find_problem(params) is None
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
+def test_null_says_no_number(field: str) -> None:
+    """A router may write it for what P, of an earlier release, has not said."""
+    assert peer_problem({**GOOD, field: None}) is None
+    assert said({**GOOD, field: None, "remote_num_tokens": None}) == GOOD | {
+        "remote_num_tokens": None
+    }
 
 
 @pytest.mark.parametrize(

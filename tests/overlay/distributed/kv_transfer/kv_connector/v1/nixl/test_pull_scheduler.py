@@ -102,13 +102,21 @@ def test_good_parameters_register(blocks: object) -> None:
 
 
 @pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
-@pytest.mark.parametrize("value", ["1", 1.0, True, None, -1, 2**63, [1]])
+@pytest.mark.parametrize("value", ["1", 1.0, True, -1, 2**63, [1]])
 def test_a_number_that_is_none(field: str, value: object) -> None:
     for find in (pull_scheduler.find_pull_problem, pull_scheduler.find_push_problem):
         problem = find({**GOOD, field: value})
         assert problem is not None and problem.field == field
     # Nobody reads it where no blocks are asked for.
     assert pull_scheduler.find_pull_problem({"do_remote_decode": True, field: value}) is None
+
+
+@pytest.mark.parametrize("field", ["dcp_size", "pp_size", "remote_registration_generation"])
+def test_a_number_that_is_null_is_not_said(field: str) -> None:
+    metadata = play({**GOOD, field: None}, aborted=False)
+    (registration,) = metadata.push_registrations.values()
+    assert field not in registration or registration[field] is not None
+    assert pull_scheduler.find_pull_problem({**GOOD, field: None}) is None
 
 
 @pytest.mark.parametrize("expiry", [None, 0, 1.5, -1.0])
