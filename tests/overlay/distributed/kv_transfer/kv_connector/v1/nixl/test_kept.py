@@ -62,17 +62,20 @@ def test_ranks_that_share_a_block_hold_as_many_tokens_together() -> None:
 
 def test_a_group_that_each_of_them_has_whole() -> None:
     """A draft model's, from 0.30.0 on; it says so of itself."""
-    scheduler = side("full", "full", ranks=2)
-    _, whole = scheduler.kv_cache_config.kv_cache_groups
-    object.__setattr__(whole.kv_cache_spec, "dcp_sharded", False)
-    assert kept.blocks_kept(scheduler, request(49, 49), BLOCKS) == ([1, 2], [5, 6, 7])
+    scheduler = side("full", ranks=2)
+    [shared] = scheduler.kv_cache_config.kv_cache_groups
+    whole = SimpleNamespace(block_size=16, dcp_sharded=False)
+    scheduler.kv_cache_config.kv_cache_groups = [shared, SimpleNamespace(kv_cache_spec=whole)]
+    found = kept.blocks_kept(scheduler, request(33, 33), BLOCKS)
+    assert found == ([1], [5, 6])
 
 
 def test_what_was_encoded_goes_by_no_tokens() -> None:
-    scheduler = side("full", "full")
-    scheduler.kv_cache_config.kv_cache_groups[1] = SimpleNamespace(
-        kv_cache_spec=CrossAttentionSpec(16, 1, 8, torch.float32)
-    )
+    scheduler = side("full")
+    [text] = scheduler.kv_cache_config.kv_cache_groups
+    spec = CrossAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.float32)
+    encoded = SimpleNamespace(kv_cache_spec=spec)
+    scheduler.kv_cache_config.kv_cache_groups = [text, encoded]
     assert kept.blocks_kept(scheduler, request(33, 33), BLOCKS) == ([1, 2], BLOCKS[1])
 
 
