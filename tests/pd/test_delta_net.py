@@ -62,6 +62,9 @@ def known(delta_net: DeltaNet) -> Plain:
     return {one: tokens_of(answer)[0] for one, answer in zip(_SHORT, answers, strict=True)}
 
 
+# The CPU build of 0.32.0 ends over a prompt of which P computes one token ("expect x to be
+# transposed"), stock and patched.
+@pytest.mark.until("0.28.0")
 @pytest.mark.shows("51565")
 def test_a_prompt_of_two_tokens(delta_net: DeltaNet, known: Plain, note: Note) -> None:
     transfer = {"transfer": leases_of(_LEASE_S)["transfer"]}

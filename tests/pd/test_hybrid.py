@@ -54,7 +54,14 @@ def known(hybrid: Hybrid) -> Plain:
     return dict(zip(_ASKED, tokens_of(answer.json()), strict=True))
 
 
-@pytest.mark.parametrize("size", [BLOCK, 2 * BLOCK], ids=["equal blocks", "larger blocks on D"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(BLOCK, id="equal blocks"),
+        # Kernel blocks are equal all the same.
+        pytest.param(2 * BLOCK, id="larger blocks on D", marks=pytest.mark.until("0.28.0")),
+    ],
+)
 def test_tokens_are_those_of_a_plain_server(
     size: int, hybrid: Hybrid, known: Plain, note: Note
 ) -> None:
@@ -69,6 +76,20 @@ def test_tokens_are_those_of_a_plain_server(
     moved = d.metric("nixl_bytes_transferred_sum")
     note(bytes_moved=moved)
     assert moved > 0
+    assert p.blocks_held() == 0
+
+
+@pytest.mark.since("0.32.0")
+@pytest.mark.shows("K07")
+def test_a_p_with_smaller_kernel_blocks_is_refused(hybrid: Hybrid, known: Plain) -> None:
+    """Attention on CPUs packs keys by the size of a block, and here states are in front of it."""
+    lease = {"transfer": leases_of(_LEASE_S)["transfer"]}
+    blocks = ("--block-size", str(2 * BLOCK), "--num-gpu-blocks-override", str(BLOCKS // 2))
+    p, d = hybrid("P", **lease), hybrid("D", *blocks, core=1, **lease)
+    p.wait_ready()
+    d.wait_ready()
+    assert wrong(p, d, known, iter(_ASKED)) == {}
+    assert "CPU_ATTN lays them out differently" in d.text()
     assert p.blocks_held() == 0
 
 

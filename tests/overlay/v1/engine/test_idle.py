@@ -73,6 +73,24 @@ def test_a_peer_hears_soon_after_it_has_answered(
         assert idle.steps <= before + 2, "and then it rests"
 
 
+def test_a_rank_with_nothing_to_do_tells_while_others_have() -> None:
+    """It does not wait for requests then, but runs the model for nothing, along with the others."""
+    engine, idle_steps = IdleEngine(), []
+    script_handshake(engine.worker, lambda peer, ranks: register_peer(engine.worker, peer, ranks))
+    idle = IdleCore(engine, DPEngineCoreProc)
+    idle.core.engines_running = True
+    idle.core._has_global_unfinished_reqs = lambda _: True
+    idle.core.execute_dummy_batch = lambda: time.sleep(0.01) or idle_steps.append(None)
+    with idle:
+        idle.call(lambda: leave(engine))
+        assert wait_for(lambda: nixl_of(engine.worker).heard)
+        before = idle.steps
+        time.sleep(0.3)
+        assert idle.steps <= before + 2, "and then it looks no more"
+        assert idle_steps
+    assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
+
+
 def test_who_asks_whether_the_engine_is_idle_is_told_so() -> None:
     """What waits for an idle engine (a pause, a shutdown, a release of memory) does not wait for a
     peer: the step that looks is the core's alone, as if no request had ever come."""

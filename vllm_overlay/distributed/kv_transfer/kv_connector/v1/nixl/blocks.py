@@ -166,13 +166,19 @@ def refuse_other_ratio(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> 
             f"({own * worker.block_size} tokens). Start prefill and decode with the same "
             "--block-size."
         )
-    if worker.backend_name in PACKED_BY_BLOCK and peer.block_size != worker.block_size:
+    if (packs := _packs_by_block(worker)) and peer.block_size != worker.block_size:
         raise RuntimeError(
             f"NIXL handshake: engine {peer.engine_id} has kernel blocks of {peer.block_size} "
-            f"tokens, this engine of {worker.block_size}. {worker.backend_name} lays them out "
+            f"tokens, this engine of {worker.block_size}. {packs} lays them out "
             "differently. Start prefill and decode with the same --block-size."
         )
     refuse_unsorted_parts(worker, peer)
+
+
+def _packs_by_block(worker: NixlConnectorWorker) -> str:
+    """The name of the attention here that does so; of a hybrid the first may be that of states."""
+    names = (worker.backend_name, *(backend.get_name() for backend in worker.attn_backends))
+    return next((name for name in names if name in PACKED_BY_BLOCK), "")
 
 
 def refuse_other_block_size(worker: NixlConnectorWorker, peer: NixlAgentMetadata) -> None:
@@ -186,7 +192,7 @@ def refuse_other_block_size(worker: NixlConnectorWorker, peer: NixlAgentMetadata
     """
     own, ratio = worker._physical_blocks_per_logical_kv_block, peer_ratio(worker, peer)
     same = ratio * peer.block_size == own * worker.block_size
-    if not same or ratio < own or worker.backend_name in PACKED_BY_BLOCK:
+    if not same or ratio < own or _packs_by_block(worker):
         refuse_other_ratio(worker, peer)
     else:
         refuse_unsorted_parts(worker, peer)

@@ -3,6 +3,7 @@ of them."""
 
 from __future__ import annotations
 
+import functools
 from types import SimpleNamespace
 from typing import Any
 
@@ -127,6 +128,17 @@ def test_attention_that_packs_keys_by_the_block_takes_no_parts(backend: str) -> 
     with pytest.raises(RuntimeError, match="lays them out differently"):
         engines.connect()
     connect(engines.decode, "Q")
+
+
+@pytest.mark.parametrize("backend", ["CPU_ATTN", "ROCM_ATTN"])
+def test_of_a_hybrid_it_need_not_be_the_first(backend: str) -> None:
+    """vLLM goes by the first layer's; of many hybrids that one has a state."""
+    engines = Engines(Deployment(1, 1, split=2))
+    engines.decode.attn_backends = [
+        SimpleNamespace(get_name=functools.partial(str, name)) for name in ("MAMBA2_ATTN", backend)
+    ]
+    with pytest.raises(RuntimeError, match=f"{backend} lays them out differently"):
+        engines.connect()
 
 
 @pytest.mark.parametrize("whole", [False, True])
