@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -75,19 +76,23 @@ def test_a_peer_hears_soon_after_it_has_answered(
 
 def test_a_rank_with_nothing_to_do_tells_while_others_have() -> None:
     """It does not wait for requests then, but runs the model for nothing, along with the others."""
-    engine, idle_steps = IdleEngine(), []
+    engine, of_nothing = IdleEngine(), []
     script_handshake(engine.worker, lambda peer, ranks: register_peer(engine.worker, peer, ranks))
     idle = IdleCore(engine, DPEngineCoreProc)
-    idle.core.engines_running = True
-    idle.core._has_global_unfinished_reqs = lambda _: True
-    idle.core.execute_dummy_batch = lambda: time.sleep(0.01) or idle_steps.append(None)
+    vars(idle.core).update(
+        engines_running=True,
+        enable_fault_tolerance=False,
+        _has_global_unfinished_reqs=lambda _: True,
+        capture_iteration_details=nullcontext,
+        execute_dummy_batch=lambda: of_nothing.append(time.sleep(0.01)),
+    )
     with idle:
         idle.call(lambda: leave(engine))
         assert wait_for(lambda: nixl_of(engine.worker).heard)
         before = idle.steps
         time.sleep(0.3)
         assert idle.steps <= before + 2, "and then it looks no more"
-        assert idle_steps
+        assert of_nothing
     assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
 
 
