@@ -90,7 +90,6 @@ def test_a_p_with_smaller_kernel_blocks_is_refused(hybrid: Hybrid, known: Plain)
     d.wait_ready()
     assert wrong(p, d, known, iter(_ASKED)) == {}
     assert "CPU_ATTN lays them out differently" in d.text()
-    assert p.blocks_held() == 0
 
 
 # The CPU build of 0.32.0 cannot compute such a prompt on P: its kernel gives one state where

@@ -6,8 +6,9 @@ while a step runs that may write to them. To preempt one in flight gains the req
 nothing in this step, and the next one just as little: a single block that is missing preempts all
 that run. Here the request that is short waits for the running step instead, and nobody who waits
 outside takes blocks before it. Upstream (0.30.0) waits, too, for whom it would preempt. It lets
-waiting requests in meanwhile, does so where the worker forgets who waits, and under `--scheduling-policy priority` it goes on to run one that
-is to be preempted as long as that needs no block of its own.
+waiting requests in meanwhile, and waits also where the worker forgets who does; and under
+`--scheduling-policy priority` it goes on to run one that is to be preempted as long as that needs
+no block of its own.
 """
 
 from __future__ import annotations

@@ -99,6 +99,19 @@ def _context_ranks(worker: Any, theirs: int) -> int:  # noqa: ANN401 - of any re
     return max(getattr(worker, "dcp_size", 1), theirs)  # from 0.29.0 on it may be a peer's
 
 
+def _shares_context(worker: Any, meta: ReqMeta | None) -> bool:  # noqa: ANN401 - see above
+    """Whether a request is read from, or by, ranks each of which has a share of the tokens."""
+    if meta is None or meta.remote is None:
+        return False
+    peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
+    return _context_ranks(worker, getattr(peer, "remote_dcp_size", 1)) > 1
+
+
+def _as_on_stock(worker: Any, *of_both: object) -> tuple[BlockIds, BlockIds]:  # noqa: ANN401
+    mapped: tuple[BlockIds, BlockIds] = worker._map_block_ids_for_block_size_ratio(*of_both)
+    return mapped
+
+
 def _is_plain(spec: KVCacheSpec) -> bool:
     """Whether a group keeps keys and values, of all tokens or of those in a window."""
     plain = is_made_of(spec, FullAttentionSpec | SlidingWindowSpec)
@@ -173,12 +186,8 @@ def pair_smaller_blocks(
     if not any(local_block_ids):
         return [], remote_block_ids
     meta = worker._recving_metadata.get(req_id)
-    if meta is not None and meta.remote is not None:
-        peer = worker.transfer_topo.get_engine_info(meta.remote.engine_id)
-        if _context_ranks(worker, getattr(peer, "remote_dcp_size", 1)) > 1:
-            return worker._map_block_ids_for_block_size_ratio(  # type: ignore[no-any-return, unused-ignore]
-                local_block_ids, remote_block_ids, block_size_ratio
-            )
+    if _shares_context(worker, meta):
+        return _as_on_stock(worker, local_block_ids, remote_block_ids, block_size_ratio)
     hits = getattr(meta, "local_num_computed_blocks", ())  # from 0.29.0 on
     specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
     ours, theirs = [list(ids) for ids in local_block_ids], [list(ids) for ids in remote_block_ids]

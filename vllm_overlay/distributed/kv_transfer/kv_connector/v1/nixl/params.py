@@ -175,8 +175,8 @@ def find_number_problem(params: dict[str, Any]) -> Problem | None:
     """Say what is wrong with the numbers that peers of later releases add; `tp_size` is good.
 
     A worker looks at `pp_size` from 0.26.0 on, at `dcp_size` from 0.30.0 on and at the generation
-    from 0.33.0 on. Where it does not, a bad one is no reason to refuse a request. A router may write
-    null for what P has not said (`said`).
+    from 0.33.0 on. Where it does not, a bad one is no reason to refuse a request. Null says none,
+    as a router may write it (`said`).
     """
     limits = (1, MAX_RANKS), (1, MAX_RANKS // params.get("tp_size", 1)), (0, 2**63 - 1)
     for field, (low, high) in zip(_LATER_NUMBERS, limits, strict=True):
