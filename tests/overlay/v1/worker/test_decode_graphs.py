@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
 
 from tests.regressions.test_47123 import GUESSED, GUESSES, LAYERS, PARTS
 from tests.support.decode_engine import DecodeEngine
@@ -16,9 +17,12 @@ from tests.support.hybrid_engine import engine_of
 from vllm_overlay.v1.worker.decode_graphs import decodes_alone
 
 
-def decided(*rows: Row, states: bool = True) -> bool | None:
+def decided(*rows: Row, states: bool = True, together: bool = False) -> bool | None:
     """What the shape of a step may say."""
     engine = engine_of(DecodeEngine, mode="none") if states else DecodeEngine()
+    for group in engine.worker.kv_cache_config.kv_cache_groups if together else ():
+        spec = group.kv_cache_spec
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(spec.block_size, {"layer": spec})
     runner: Any = SimpleNamespace(
         kv_cache_config=engine.worker.kv_cache_config,
         input_batch=SimpleNamespace(
@@ -49,6 +53,12 @@ def decided(*rows: Row, states: bool = True) -> bool | None:
 )
 def test_of_decodes_the_shape_says(rows: list[Row]) -> None:
     assert decided(*rows) is None
+
+
+def test_layers_that_have_one_specification_together_are_looked_into() -> None:
+    """As those of a group whose pages lie in a row."""
+    part = next(iter(PARTS.values()))
+    assert decided(*part, together=True) is False
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -61,16 +61,18 @@ def refuse_hybrid(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> N
 def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) -> None:
     """Refuse a peer whose ``--block-size`` differs where a pull cannot serve that.
 
-    Context ranks share the tokens of a prompt block by block. Regions that belong to other groups
-    on P than here are paired token by token, whatever the sizes. Elsewhere a group that keeps a
-    window of the prompt ends, with another ``--block-size``, in a block that is padded differently
-    on both sides, and nothing says how far the window goes back.
+    Regions that belong to other groups on P than here are paired token by token, whatever the
+    sizes. Elsewhere context ranks take turns block by block; and a group that keeps a window of the
+    prompt ends, with another ``--block-size``, in a block that is padded differently on both sides,
+    and nothing says how far the window goes back.
 
     Raises:
         RuntimeError: the ratios differ; or the sizes of blocks, with context ranks; or those of
             kernel blocks, on a CPU or with a window.
     """
     if not pulls(worker):
+        return
+    if _grouped_otherwise(worker, peer):
         return
     ratio = peer_ratio(worker, peer)  # type: ignore[arg-type, unused-ignore]
     theirs = ratio * peer.block_size
@@ -81,8 +83,6 @@ def refuse_other_size(worker: NixlBaseConnectorWorker, peer: NixlAgentMetadata) 
             f"of {ours}, and context ranks hold them by turns. Start prefill and decode with the "
             "same --block-size."
         )
-    if _grouped_otherwise(worker, peer):
-        return
     refuse_other_block_size(worker, peer)  # type: ignore[arg-type, unused-ignore]
     specs = [group.kv_cache_spec for group in transfer_groups(worker.kv_cache_config)]
     paired = all(map(holds_all_tokens, specs)) or (theirs == ours and all(map(_is_plain, specs)))
