@@ -57,7 +57,7 @@ def allocate_slots(
         and _loses_a_token(scheduler, end)
         and not _has_states(scheduler)
         and _pulls(loader_of(scheduler, request))
-        and _is_named(scheduler, request, end)
+        and _is_named(scheduler, request, num_new_computed_tokens, end)
     ):
         num_external_computed_tokens -= 1
         num_new_tokens += 1
@@ -106,10 +106,16 @@ def _loses_a_token(scheduler: Scheduler, end: int) -> bool:
     ) and all((end - 1) % one.block_size for one in managers)
 
 
-def _is_named(scheduler: Scheduler, request: Request, end: int) -> bool:
-    """Whether P names each block that the last of `end` tokens looks at, in no place the null one.
+def _is_named(scheduler: Scheduler, request: Request, hit: int, end: int) -> bool:
+    """Whether P names each block that the last of `end` tokens looks at and the cache has not.
 
-    Read into a block of ours, that would be in our prefix cache, for others to hit.
+    Read into a block of ours, the null one would be in our prefix cache, for others to hit.
+
+    Args:
+        scheduler: of D.
+        request: to be read.
+        hit: leading tokens that are there already.
+        end: tokens of the prompt.
     """
     params = request.kv_transfer_params or {}
     managers = scheduler.kv_cache_manager.coordinator.single_type_managers
@@ -124,8 +130,9 @@ def _is_named(scheduler: Scheduler, request: Request, end: int) -> bool:
     # A P that has generated more than a token names blocks that come after the prompt, too.
     beyond = max([0, *(len(ids) - cdiv(end, one.block_size) for one, ids in named)])
     for one, ids in named:
-        seen = cdiv(end, one.block_size) - one.get_num_skipped_tokens(end - 1) // one.block_size
-        if _NULL_BLOCK in ids[-seen - beyond :]:
+        skipped = one.get_num_skipped_tokens(end - 1)
+        last = cdiv(end, one.block_size) - max(skipped, hit) // one.block_size + beyond
+        if skipped and (len(ids) < last or _NULL_BLOCK in ids[len(ids) - last :]):
             return False
     return True
 

@@ -150,6 +150,31 @@ def test_a_block_that_p_does_not_name_is_not_taken(
     assert (0, first) not in test_k22.arrivals(engine)
 
 
+@pytest.mark.parametrize("length", test_k22.LENGTHS)
+def test_one_that_d_has_itself_need_not_be_named(length: int) -> None:
+    first = (length - test_k22.WINDOW) // 16
+    engine = test_k22.decoding(hits=first + 1)
+    blocks = list(range(test_k22.FIRST, test_k22.FIRST + -(-length // 16)))
+    engine.ask("asked", range(length), [blocks, [0, *blocks[-2:]]])
+    engine.advance()
+    _, ours = engine.scheduler.kv_cache_manager.get_block_ids("asked")
+    assert ours[first] != 0
+    assert test_k22.arrivals(engine) == {
+        (test_k22.FIRST + i, i) for i in range(first + 1, first + 3)
+    }
+
+
+@pytest.mark.parametrize("length", test_k22.LENGTHS)
+def test_a_list_that_does_not_reach_back_so_far_is_as_on_stock(length: int) -> None:
+    """P went on, and of its window's blocks some come after the prompt."""
+    engine = test_k22.decoding()
+    blocks = list(range(test_k22.FIRST, test_k22.FIRST + -(-length // 16) + 1))
+    engine.ask("asked", range(length), [blocks, blocks[-3:]])
+    engine.advance()
+    _, ours = engine.scheduler.kv_cache_manager.get_block_ids("asked")
+    assert ours[(length - test_k22.WINDOW) // 16] == 0
+
+
 @pytest.mark.parametrize("groups", [("full", "sliding"), ("full",), ("sliding",)])
 def test_the_same_blocks_but_for_the_windows_one(groups: tuple[GroupKind, ...]) -> None:
     """Of the real manager, and only where one would be missing."""

@@ -294,7 +294,7 @@ def pair_smaller_blocks(
         group at all where nothing is to be read.
 
     Raises:
-        ValueError: nobody says what the cache had, and we ask for more than the prompt has.
+        ValueError: we ask for more than the prompt has, and our guesses may take.
     """
     if not any(local_block_ids):
         return [], remote_block_ids
@@ -305,7 +305,11 @@ def pair_smaller_blocks(
     hits: Sequence[int] = getattr(meta, "local_num_computed_blocks", ())
     whole_prompt = -(-len(theirs) // of_logical) * of_logical
     hit = hits[0] * of_logical if hits else whole_prompt - len(parts)
-    if hit < 0:
+    speculates = worker.vllm_config.speculative_config
+    guesses = speculates.num_speculative_tokens if speculates is not None and hits else 0
+    tokens = worker.block_size * worker._physical_blocks_per_logical_kv_block
+    end = whole_prompt - (-guesses // tokens) * of_logical
+    if not 0 <= hit < len(theirs) or hit + len(parts) > end:
         raise ValueError(
             f"{len(ours)} local blocks of {block_size_ratio} parts were asked for, but "
             f"{len(theirs)} remote blocks fill only {whole_prompt} parts"

@@ -223,11 +223,26 @@ class TestPairSmallerBlocks:
     ) -> None:
         """A draft model's, at our end: by the lengths there would be too many, or no hit."""
         worker = make_worker()
+        worker.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
         meta: Any = SimpleNamespace(local_num_computed_blocks=(hit,))
         worker._recving_metadata["r"] = meta
         ours, theirs = blocks.pair_smaller_blocks(worker, "r", [[4, 5]], [remote], 2)
         assert theirs == [remote[2 * hit :][:4]]
         assert ours == [[8, 9, 10, 11][: len(theirs[0])]]
+
+    @pytest.mark.parametrize(("hit", "asked"), [(0, 2), (1, 1), (2, 1)])
+    @pytest.mark.parametrize("guesses", [None, 0])
+    def test_more_than_the_prompt_has_behind_what_was_cached(
+        self, hit: int, asked: int, guesses: int | None
+    ) -> None:
+        worker = make_worker()
+        if guesses is not None:
+            config: Any = SimpleNamespace(num_speculative_tokens=guesses)
+            worker.vllm_config.speculative_config = config
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(hit,))
+        worker._recving_metadata["r"] = meta
+        with pytest.raises(ValueError, match=f"{asked} local blocks"):
+            blocks.pair_smaller_blocks(worker, "r", [list(range(4, 4 + asked))], [[1, 2]], 2)
 
 
 class TestHandshake:
