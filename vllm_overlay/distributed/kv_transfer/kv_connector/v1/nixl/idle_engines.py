@@ -39,6 +39,8 @@ def forgets_idle_engines(start: _Start) -> _Start:
     @functools.wraps(start)
     def wrapper(self: _Worker, metadata: NixlConnectorMetadata) -> None:
         asked = engines_of(metadata.reqs_to_recv.values())
+        # From 0.22.0 on heartbeats meet it first, for requests that wait.
+        asked |= getattr(metadata, "heartbeat_by_engine", {}).keys()
         if asked:
             _forget_idle(self, asked)
         start(self, metadata)

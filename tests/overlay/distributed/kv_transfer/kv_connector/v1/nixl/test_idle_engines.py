@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+from importlib import import_module
 
 import pytest
 
 from tests.regressions.test_44424 import TTL, decoder, read_from
-from tests.support.nixl_release import NixlConnectorWorker
+from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import await_handshakes, nixl_of, receive, step
+from tests.support.release import since
 
 pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.idle_engines", reason="up to 0.23.0"
@@ -44,6 +46,22 @@ def test_a_request_for_it_begins_with_a_handshake() -> None:
     assert meets_another_later(worker) == {"Q"}
     read_from(worker, "P")
     assert "P" in worker._remote_agents
+    assert nixl_of(worker).misuse == []
+
+
+@pytest.mark.skipif(not since("0.22.0"), reason="earlier ones have no heartbeats")
+def test_one_that_a_heartbeat_meets_makes_room_as_well() -> None:
+    """A request that waits for blocks is not read, but its lease is prolonged."""
+    worker = decoder()
+    read_from(worker, "P")
+    time.sleep(2 * TTL)
+    said = import_module("vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata")
+    metadata = NixlConnectorMetadata()
+    metadata.heartbeat_by_engine["Q"] = said.HeartbeatInfo({"r"}, "127.0.0.1", 1, 1)
+    worker.start_load_kv(metadata)
+    await_handshakes(worker)
+    assert set(worker._remote_agents) == {"Q"}
+    read_from(worker, "Q")
     assert nixl_of(worker).misuse == []
 
 

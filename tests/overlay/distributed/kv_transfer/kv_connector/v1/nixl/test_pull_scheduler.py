@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
@@ -35,10 +35,6 @@ pull_scheduler = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_scheduler",
     reason="from 0.24.0 on",
 )
-
-NEEDS_NO_BLOCKS = since("0.26")
-"""Whether a request that was aborted before it is scheduled, and names no blocks of P's, as none
-has to where P pushes, leaves D's engine alive: docs/push.md."""
 
 _names = (f"request-{i}" for i in itertools.count())
 
@@ -77,9 +73,16 @@ def play(params: object, *, aborted: bool) -> Any:  # noqa: ANN401 - the metadat
 @given(data=st.data())
 def test_no_lie_hurts_the_engine(data: st.DataObject) -> None:
     params, aborted = data.draw(lying_params(GOOD)), data.draw(st.booleans())
-    nameless = isinstance(params, dict) and "remote_block_ids" not in params
-    assume(NEEDS_NO_BLOCKS or not (aborted and nameless))
     play(params, aborted=aborted)
+
+
+@pytest.mark.parametrize("ids", [None, 5, [[1]]], ids=str)
+def test_one_that_ends_unscheduled_need_not_name_blocks(ids: object) -> None:
+    """Up to 0.25.1 stock's engine ends with a KeyError, and its worker with a TypeError."""
+    params = {k: v for k, v in GOOD.items() if k != "remote_block_ids"}
+    for asked in (params, {**params, "remote_block_ids": ids}):
+        [told] = play(asked, aborted=True).reqs_to_recv.values()
+        assert told.remote.block_ids == ()
 
 
 @pytest.mark.parametrize("field", ["remote_engine_id", "remote_host", "remote_port", "tp_size"])
@@ -339,7 +342,7 @@ def test_parameters_are_looked_at_once() -> None:
     request.kv_transfer_params = dict(GOOD)
     side.get_num_new_matched_tokens(request, 0)
     checked = request.kv_transfer_params
-    assert checked == GOOD
+    assert checked == {**GOOD, "remote_block_ids": ()}
     side.get_num_new_matched_tokens(request, 0)
     assert request.kv_transfer_params is checked
 
