@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.project import project
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout, wheel_bytes, wheel_name
 from tests.scripts.repos import git
@@ -122,7 +123,7 @@ def test_dist_holds_the_old_wheel_or_the_whole_new_one(
     source, dist = tmp_path / wheel_name(), tmp_path / "dist"
     source.write_bytes(wheel_bytes(toys.FILES, native=24_000_000))
     dist.mkdir()
-    target = dist / wheel_name("0.20.2+kvfix.0.1.0")
+    target = dist / wheel_name(f"0.20.2+kvfix.{project().version}")
     reset = f"p = Path({str(target)!r}); p.unlink(missing_ok=True)"
     if old:
         reset += f"; p.write_bytes({OLD!r})"

@@ -20,6 +20,7 @@ from random import Random
 
 from scripts.commands.apply import main as apply_main
 from scripts.patchset.registry import load_registry
+from scripts.project import project
 from scripts.prove.outcomes import Outcome
 from scripts.prove.record import FOLDER, record
 from scripts.system.console import entry
@@ -110,7 +111,7 @@ class Apply:
 
     @staticmethod
     def _name() -> str:
-        return wheel_name("0.20.2+kvfix.0.1.0")
+        return wheel_name(f"0.20.2+kvfix.{project().version}")
 
     def state(self) -> str:
         """Return what is there for all to see."""
