@@ -11,9 +11,9 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from threading import Lock
 
 from scripts.patchset.hooks import added_lines
 from scripts.patchset.overlay import PACKAGE
@@ -27,8 +27,11 @@ _FAULT = re.compile(r"(?P<path>[^:]+):(?P<line>\d+): error: (?P<text>.+)")
 # modules that it has been split into since.
 _CONNECTORS = "vllm/distributed/kv_transfer/kv_connector/v1"
 _SPLIT_INTO = ("__init__", "connector", "metadata", "scheduler", "worker")
+_CACHES = _WORK / "caches"
+"""What mypy knows, in a folder for each release: two that write to one would spoil it."""
 _AT_REST = "kvfix-at-rest"
-"""In a cache that nobody writes to."""
+"""In a cache that nobody writes to, and that was written to the end."""
+_BEGINNING = Lock()
 
 _CONFIGURATION = """\
 [mypy]
@@ -72,19 +75,20 @@ def typecheck(
     """Return the faults that mypy finds in the hooks and the overlay in `tree`, of `lay_out`."""
     configuration = tree / "mypy.ini"
     configuration.write_text(_CONFIGURATION)
-    with _cache(release) as cache:
-        result = run(
-            [
-                sys.executable, "-m", "mypy", "--config-file", configuration,
-                "--cache-dir", cache, "--no-error-summary",
-                *sorted(texts), *sorted(overlay),
-            ],
-            cwd=tree,
-            check=False,
-            timeout=900,
-        )  # fmt: skip
+    cache = _cache(release)
+    result = run(
+        [
+            sys.executable, "-m", "mypy", "--config-file", configuration, "--show-traceback",
+            "--cache-dir", cache, "--no-error-summary",
+            *sorted(texts), *sorted(overlay),
+        ],
+        cwd=tree,
+        check=False,
+        timeout=900,
+    )  # fmt: skip
     if result.returncode not in (0, 1) or result.stderr.strip():
         return [f"{release}: mypy did not run: {(result.stderr or result.stdout).strip()[-800:]}"]
+    (cache / _AT_REST).touch()
     ours = {path: added_lines(read_source(release, path), text) for path, text in texts.items()}
     faults = []
     for match in map(_FAULT.match, result.stdout.splitlines()):
@@ -107,17 +111,19 @@ def _link(stock: Path, tree: Path, changed: Collection[Path]) -> None:
             target.symlink_to(source)
 
 
-@contextmanager
-def _cache(release: str) -> Iterator[Path]:
-    """Yield mypy's cache for a release, which begins as that of one before it.
+def _cache(release: str) -> Path:
+    """Return mypy's cache for a release, which begins as that of one before it.
 
-    Most of what it knows is the same there: a first run takes 6 s of a core for 10.
+    Most of what it knows is the same there: a first run takes 6 s of a core for 10. One that was
+    not written to the end (a lint that was stopped) begins anew.
     """
-    cache = _WORK / f"cache-{release}"
-    at_rest = [path.parent for path in _WORK.glob(f"cache-*/{_AT_REST}")]
-    if not cache.exists() and at_rest:
-        shutil.copytree(max(at_rest), cache)
-    cache.mkdir(parents=True, exist_ok=True)
-    (cache / _AT_REST).unlink(missing_ok=True)
-    yield cache
-    (cache / _AT_REST).touch()
+    cache = _CACHES / release
+    with _BEGINNING:  # what is being copied is not written to
+        if not (cache / _AT_REST).exists():
+            shutil.rmtree(cache, ignore_errors=True)
+            at_rest = [path.parent for path in _CACHES.glob(f"*/{_AT_REST}")]
+            if at_rest:
+                shutil.copytree(max(at_rest), cache)
+        cache.mkdir(parents=True, exist_ok=True)
+        (cache / _AT_REST).unlink(missing_ok=True)
+    return cache

@@ -2,7 +2,7 @@
 
 Everything runs as it does for users but for three things: an environment is an unpacked wheel
 beside this Python instead of 8 GB of packages, lint reads the patches and not the tools' own code,
-and what mypy keeps (of Python's own library, above all) is one folder for all copies.
+and what mypy keeps (of Python's own library, above all) lies in one place for all copies.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def _carrying() -> Checkout:
         "[*patch_set_faults()]",
     )
     kept = f"Path({str(folder / 'mypy')!r})"
-    change(made.folder / "scripts/checks/typecheck.py", '_WORK / f"cache-{release}"', kept)
+    change(made.folder / "scripts/checks/typecheck.py", '_WORK / "caches"', kept)
     with (made.folder / "scripts" / "prove" / "environment.py").open("a") as file:
         file.write(_ENVIRONMENT)
     result = made.run("edit", "--restamp")

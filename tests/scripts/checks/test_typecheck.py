@@ -59,6 +59,7 @@ def release(tmp_path: Path, work: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     monkeypatch.setattr(module, "release_tree", lambda release: tmp_path)
     monkeypatch.setattr(module, "read_source", lambda release, path: (tmp_path / path).read_text())
     monkeypatch.setattr(module, "_WORK", work)
+    monkeypatch.setattr(module, "_CACHES", work / "caches")
     return tmp_path
 
 
@@ -122,3 +123,19 @@ def test_is_no_success_where_mypy_does_not_run(release: Path) -> None:
     found = faults(overlay="def broken(:\n")
     assert found
     assert OVERLAY in found[0]
+
+
+def test_begins_with_what_is_known_of_another_release_and_never_with_what_was_cut_short(
+    release: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CACHES", tmp_path / "caches")
+    spoilt = tmp_path / "caches" / "0.20.2" / "3.12" / "cache.0.db"
+    spoilt.parent.mkdir(parents=True)
+    spoilt.write_bytes(b"half")  # and nobody said that it is at rest
+    assert faults() == []
+    assert faults(overlay="def broken(:\n")  # mypy stops in the middle
+    known = {path.name for path in (tmp_path / "caches").glob("*/3.12/*.db")}
+    assert known
+    (tmp_path / "caches" / "0.20.2").rename(tmp_path / "caches" / "0.20.1")
+    assert faults() == []
+    assert {path.name for path in (tmp_path / "caches" / "0.20.2").rglob("*.db")} == known
