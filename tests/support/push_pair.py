@@ -112,6 +112,9 @@ class PushEngine(DecodeEngine):
         worker: Any = self.worker
         worker._push_writer_stop.set()
         worker._push_writer_wake.set()
+        # Were its thread the last to hold the worker, upstream's `__del__` would run in it, and
+        # wait for the thread that it runs in.
+        worker._push_writer_thread.join(SECONDS)
         # Without it a worker has nothing to shut down when it is collected: that is not for here.
         executor = vars(worker).pop("_handshake_initiation_executor", None)
         if executor is not None:
