@@ -257,7 +257,7 @@ def test_nobody_connects_to_a_peer_that_is_not_named(stranger: socket.socket) ->
         assert wire.d.computed("asked") >= len(PROMPT)
 
 
-@shows("K04")
+@shows("K04", mends=">=0.24.0, <0.26.0")
 def test_a_request_that_is_aborted_before_it_is_scheduled() -> None:
     """A request that is aborted unscheduled, and has no remote_block_ids, ends D's engine."""
     with pair() as wire:

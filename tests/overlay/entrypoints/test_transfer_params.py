@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import BaseModel, ConfigDict
+from vllm.config import KVTransferConfig
 from vllm.sampling_params import SamplingParams
 
 from tests.support.lying_params import GOOD
@@ -71,12 +72,22 @@ def test_what_the_handler_will_use(
     assert transfer_params(request_, field_first=False) == sampling_only
 
 
-def answer(params: object, connector: str | None, module: str | None = None) -> Any:  # noqa: ANN401
-    more = {
+def answer(
+    params: object,
+    connector: str | None,
+    module: str | None = None,
+    *,
+    reads_back: bool = False,
+) -> Any:  # noqa: ANN401
+    more: dict[str, Any] = {
         "connectors": [{"kv_connector": "OffloadingConnector"}, {"kv_connector": "NixlConnector"}]
     }
-    kv = connector and SimpleNamespace(
-        kv_connector=connector, kv_connector_module_path=module, kv_connector_extra_config=more
+    more |= {"bidirectional_kv_xfer": reads_back}
+    kv = connector and KVTransferConfig(
+        kv_connector=connector,
+        kv_role="kv_both",
+        kv_connector_module_path=module,
+        kv_connector_extra_config=more,
     )
     client: Any = SimpleNamespace(vllm_config=SimpleNamespace(kv_transfer_config=kv))
     return refused(params, client, find_problem, lambda message, *, param: (message, param))
@@ -130,3 +141,29 @@ def test_what_is_refused_is_counted() -> None:
     answer(BAD, "NixlConnector")
     answer(UNSENDABLE, "MultiConnector")
     assert taken() == {"PARAMS_REFUSED": 2}
+
+
+PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
+
+
+@pytest.mark.parametrize(
+    "left_over",
+    [
+        {"remote_block_ids": [[1, 2]], "remote_engine_id": None, "remote_host": None},
+        {**GOOD, "remote_block_ids": [1, 2]},
+        {**GOOD, "remote_port": "5600"},
+    ],
+    ids=["nowhere", "no groups", "no port"],
+)
+def test_a_prefill_is_not_asked_about_what_it_will_not_read(left_over: dict[str, Any]) -> None:
+    params = {**left_over, **PREFILL}
+    assert answer(params, "NixlConnector") is None
+    message, param = answer(params, "NixlConnector", reads_back=True)
+    assert message.startswith(param)
+    assert answer({**left_over, "do_remote_prefill": True}, "NixlConnector")
+
+
+def test_a_prefill_is_asked_about_its_role() -> None:
+    message, param = answer({**PREFILL, "do_remote_decode": "yes"}, "NixlConnector")
+    assert param == "kv_transfer_params.do_remote_decode"
+    assert message.startswith(param)

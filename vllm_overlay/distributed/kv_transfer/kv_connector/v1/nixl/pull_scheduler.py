@@ -137,7 +137,9 @@ def _check_push(
     scheduler: NixlBaseConnectorScheduler, request: Request, params: object
 ) -> shared.CheckedParams:
     checked = shared.as_checked(params)
-    bad = find_push_problem(params)
+    if not checked.get("do_remote_prefill"):
+        checked["remote_block_ids"] = None  # who pushes is offered nothing
+    bad = find_push_problem(checked if isinstance(params, dict) else params)
     problem = bad or peer_not_allowed(scheduler, checked)
     if problem is not None:
         if checked.get("do_remote_decode") is True:  # it goes on prefilling for somebody

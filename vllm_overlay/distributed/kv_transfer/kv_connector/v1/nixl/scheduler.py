@@ -98,6 +98,10 @@ def check(
     """
     params: object = request.kv_transfer_params
     checked = as_checked(params)
+    if not checked.get("do_remote_prefill") and not hasattr(
+        scheduler, "is_bidirectional_kv_xfer_enabled"
+    ):
+        checked["remote_block_ids"] = None  # before 0.21.0 only a decode server looks at them
     _give_single_group_a_list(checked, groups)
     problem = find(checked if isinstance(params, dict) else params, groups=groups)
     stranger = None if problem else peer_not_allowed(scheduler, checked)

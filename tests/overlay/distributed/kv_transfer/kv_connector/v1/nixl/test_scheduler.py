@@ -30,6 +30,7 @@ from tests.support.nixl_worker import (
     make_vllm_config,
     nixl_of,
 )
+from tests.support.release import since
 from tests.support.two_way import TWO_WAY, two_way
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import scheduler
@@ -196,6 +197,18 @@ def test_a_prefill_goes_on_whatever_it_was_offered(caplog: pytest.LogCaptureFixt
     assert engine.step().finished == {"prefill": "length"}
     assert engine.scheduler.requests  # its blocks wait for a reader
     assert asks_for_blocks(params)
+
+
+@pytest.mark.skipif(since("0.21.0"), reason="from then on a prefill server may read")
+def test_what_a_prefill_server_is_offered_is_nothing_to_it_before_it_can_read() -> None:
+    """A router may have left it of an answer, and be right."""
+    engine = IdleEngine()
+    for req_id in ("first", "second"):
+        engine.ask(req_id, PROMPT, max_tokens=1)
+        params = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True}
+        engine.scheduler.requests[req_id].kv_transfer_params = params
+    assert engine.step().finished == {"first": "length", "second": "length"}
+    assert taken() == {}  # nothing refused, nothing used twice
 
 
 @pytest.mark.parametrize(("blocks", "computed"), [([[1, 2, -3]], (0, 40)), ([[1, 2, 3]], None)])

@@ -1,0 +1,137 @@
+"""What a stream is told of its request's failure, and what stays as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import AsyncIterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from vllm.v1.engine import EngineCoreRequest
+
+from tests.support.release import since
+from tests.support.serving_app import ENDPOINTS, Answer, body, serving
+
+pytest.importorskip("vllm_overlay.entrypoints.failed", reason="up to 0.31.0")
+from vllm_overlay.entrypoints.failed import raises_if_all_failed, says_what_failed
+
+COMPLETIONS, CHAT, _, _, GENERATE = ENDPOINTS
+
+
+class FailedError(Exception):
+    pass
+
+
+class Serving:
+    """An endpoint with a stream as vLLM's are: it leaves out what has neither text nor tokens."""
+
+    def _raise_if_error(self, finish_reason: str | None, request_id: str) -> None:
+        if finish_reason == "error":
+            raise FailedError(request_id)
+
+    @says_what_failed
+    async def stream(
+        self, request: object, result_generator: AsyncIterator[Any], request_id: str
+    ) -> AsyncIterator[str]:
+        try:
+            async for piece in result_generator:
+                result = piece[1] if isinstance(piece, tuple) else piece
+                for output in result.outputs:
+                    if output.text:
+                        self._raise_if_error(output.finish_reason, request_id)
+                        yield output.text
+            yield "usage"
+        except FailedError as failed:
+            yield f"{failed} failed"
+
+
+def piece(text: str, finish_reason: str | None = None, prompt: int | None = None) -> Any:  # noqa: ANN401
+    output = SimpleNamespace(text=text, finish_reason=finish_reason)
+    result = SimpleNamespace(outputs=[output])
+    return result if prompt is None else (prompt, result)
+
+
+async def of(pieces: Sequence[Any]) -> AsyncIterator[Any]:
+    for one in pieces:
+        yield one
+
+
+def told(*pieces: Any) -> list[str]:  # noqa: ANN401
+    async def listen() -> list[str]:
+        return [text async for text in Serving().stream("any", of(pieces), request_id="r")]
+
+    return asyncio.run(listen())
+
+
+@pytest.mark.parametrize(
+    ("pieces", "said"),
+    [
+        ([], ["usage"]),
+        ([piece("a"), piece("b", "stop")], ["a", "b", "usage"]),
+        ([piece("", "error")], ["r failed"]),
+        ([piece("", "error"), piece("b"), piece("c", "length")], ["b", "c", "r failed"]),
+        ([piece("", "error", 1), piece("b", "stop", 0)], ["b", "r failed"]),
+        ([piece("a"), piece("b", "error"), piece("c")], ["a", "r failed"]),
+        ([piece(""), piece("a", "abort")], ["a", "usage"]),
+    ],
+)
+def test_what_a_client_is_told(pieces: list[Any], said: list[str]) -> None:
+    assert told(*pieces) == said
+
+
+def test_who_leaves_lets_go_of_what_it_listened_to() -> None:
+    """At once, as on stock: that is how a request is aborted."""
+
+    async def leave() -> None:
+        inner = of([piece("a"), piece("b")])
+        gone = weakref.ref(inner)
+        stream = Serving().stream("any", inner, "r")
+        del inner
+        assert await anext(stream) == "a"
+        await stream.aclose()  # type: ignore[attr-defined]
+        del stream
+        assert gone() is None
+
+    gc.disable()
+    try:
+        asyncio.run(leave())
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize(
+    ("reasons", "fails"),
+    [(["error"], True), (["error", "error"], True), (["error", "stop"], False), (["stop"], False)],
+)
+def test_an_answer_that_does_not_stream(reasons: list[str], fails: bool) -> None:
+    outputs = [piece("", reason).outputs[0] for reason in reasons]
+    if fails:
+        with pytest.raises(FailedError):
+            raises_if_all_failed(Serving(), outputs, "r")
+    else:
+        raises_if_all_failed(Serving(), outputs, "r")
+
+
+@pytest.mark.skipif(since("0.29.0"), reason="upstream answers with 500 whatever the others are")
+def test_a_choice_of_a_token_level_answer_that_failed_is_named_beside_the_others() -> None:
+    async def visit() -> Answer:
+        async with serving() as server:
+            server.core.answers = False
+            waiting: list[EngineCoreRequest] = []
+
+            async def on_add(request: EngineCoreRequest) -> None:
+                waiting.append(request)
+                if len(waiting) == 2:
+                    server.core.fail(waiting[0])
+                    server.core.finish(waiting[1])
+
+            server.core.on_add = on_add
+            return await server.post(GENERATE, body(GENERATE, n=2))
+
+    answer = asyncio.run(asyncio.wait_for(visit(), 60))
+    assert answer.status == 200
+    assert b'"finish_reason":"error"' in answer.body
+    assert b'"finish_reason":"length"' in answer.body
