@@ -22,7 +22,7 @@ PROMPT = range(1000, 1081)
 
 NIXL = {"bidirectional_kv_xfer": True}
 PART = {"kv_connector": "NixlConnector", "kv_role": "kv_producer"}
-CONFIGURED = {
+CONFIGURED: dict[str, dict[str, Any]] = {
     "alone": NIXL,
     "of several connectors": {"connectors": [{**PART, "kv_connector_extra_config": NIXL}]},
 }
