@@ -123,7 +123,8 @@ def _cache(release: str) -> Path:
             shutil.rmtree(cache, ignore_errors=True)
             at_rest = [path.parent for path in _CACHES.glob(f"*/{_AT_REST}")]
             if at_rest:
-                shutil.copytree(max(at_rest), cache)
+                ignored = shutil.ignore_patterns(_AT_REST)  # a copy may be cut short
+                shutil.copytree(max(at_rest), cache, ignore=ignored)
         cache.mkdir(parents=True, exist_ok=True)
         (cache / _AT_REST).unlink(missing_ok=True)
     return cache

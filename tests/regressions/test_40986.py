@@ -41,39 +41,6 @@ def test_a_stream_ends_with_an_error(endpoint: str, changes: dict[str, int]) -> 
     assert answer.body.endswith(b"data: [DONE]\n\n")
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "changes"),
-    [(COMPLETIONS, {"prompt": ["hi", "ho"]}), (COMPLETIONS, {"n": 2}), (CHAT, {"n": 2})],
-)
-def test_the_other_choices_are_answered_to_their_end(
-    endpoint: str, changes: dict[str, object]
-) -> None:
-    async def visit() -> Answer:
-        async with serving() as server:
-            server.core.answers = False
-            waiting: list[EngineCoreRequest] = []
-
-            async def on_add(request: EngineCoreRequest) -> None:
-                waiting.append(request)
-                if len(waiting) == 2:
-                    loop = asyncio.get_running_loop()
-                    loop.call_soon(server.core.fail, waiting[0])
-                    loop.call_later(0.1, server.core.finish, waiting[1])
-
-            server.core.on_add = on_add
-            return await server.post(endpoint, body(endpoint, stream=True, **changes))
-
-    answer = asyncio.run(asyncio.wait_for(visit(), 60))
-    events = [line.removeprefix("data: ") for line in answer.body.decode().split("\n\n")]
-    choices = [c for e in events if e.startswith("{") for c in json.loads(e).get("choices", ())]
-    said = [c["delta"].get("content", "") if endpoint == CHAT else c["text"] for c in choices]
-    assert "".join(said) == "aa"
-    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
-    assert answer.error.get("code") == 500
-    assert "error" in json.loads(events[-3])  # what it ends with
-    assert events[-2] == "[DONE]"
-
-
 def test_messages_do_not_end_as_if_all_were_said() -> None:
     answer = failed(MESSAGES, stream=True)
     events = [

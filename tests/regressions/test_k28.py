@@ -19,9 +19,9 @@ OTHER = 32
 """Tokens: 4 blocks, and 2 more for what is generated."""
 
 
-def receiving(*others: str) -> DecodeEngine:
+def receiving(*others: str, num_blocks: int = 19) -> DecodeEngine:
     """An engine that receives for a request from a P of its own, and for others."""
-    engine = DecodeEngine(groups=("full", "sliding"), num_blocks=19)
+    engine = DecodeEngine(groups=("full", "sliding"), num_blocks=num_blocks)
     for peer in ("P", "Q"):  # a read that fails says something about its own peer
         connect(engine.worker, peer)
     engine.ask("lost", range(LOST), [list(range(1, 9))] * 2, engine_id="Q")
@@ -65,3 +65,20 @@ def test_so_does_one_behind_another_that_still_receives() -> None:
     ended(engine, "one")
     run(engine)
     assert not engine.scheduler.requests
+
+
+@pytest.mark.parametrize("others", [(), ("one",)], ids=["alone", "before-another"])
+def test_several_that_fail_at_once_make_room_for_each_other(others: tuple[str, ...]) -> None:
+    """As all do that receive from a P that dies."""
+    engine = receiving(num_blocks=23 + 4 * len(others))
+    blocks = list(range(11, 19))
+    engine.ask("too", range(5000, 5000 + LOST), [blocks] * 2, engine_id="Q")
+    for number, req_id in enumerate(others, start=1):
+        start = 1000 * number
+        engine.ask(req_id, range(start, start + OTHER), [[1, 2]] * 2)
+    engine.step()
+    for req_id in ("lost", "too"):
+        ended(engine, req_id, fails=True)
+    for req_id in others:
+        ended(engine, req_id)
+    assert set(run(engine, 20)) == {"lost", "too", *others}

@@ -2,9 +2,9 @@
 """Up to 0.31.0: an answer whose request fails before its first token says that it has failed.
 
 A stream leaves out a piece without text and tokens, as those are of a prompt that is computed in
-parts, before it asks whether the request has failed: what fails early ends like an answer. Here the
-stream notes such a piece, and ends with vLLM's own error event instead. Not before its end: of
-several choices, or prompts, the others are answered whole, as on stock.
+parts, before it asks whether the request has failed: what fails early ends like an answer. Here a
+stream that is all failures ends with vLLM's own error event instead. Of several choices or prompts,
+one that fails beside others that are answered is left out, as on stock.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _Serving = Any
 
 
 def says_what_failed(stream: _Stream) -> _Stream:
-    """Have a stream's generator end with an error if a piece of `result_generator` says so."""
+    """Have a stream's generator end with an error if its `result_generator` has nothing else."""
     signature = inspect.signature(stream)
 
     @functools.wraps(stream)
@@ -41,17 +41,17 @@ def says_what_failed(stream: _Stream) -> _Stream:
 def raises_if_all_failed(
     serving: _Serving, outputs: Sequence[CompletionOutput], request_id: str
 ) -> None:
-    """End an answer that does not stream if none of its choices is one.
+    """End an answer that does not stream if there is nothing in any of its choices.
 
     Raises:
         GenerationError: vLLM's own, which is answered with 500.
     """
-    if all(output.finish_reason == _ERROR for output in outputs):
+    if all(output.finish_reason == _ERROR and not output.token_ids for output in outputs):
         serving._raise_if_error(_ERROR, request_id)
 
 
 class _Pieces:
-    """What a stream is made of, and an error behind it if a part of it has failed.
+    """What a stream is made of, and an error behind it if all of it has failed.
 
     No generator: who leaves lets go of the one inside, as they do without this.
     """
@@ -59,7 +59,7 @@ class _Pieces:
     def __init__(self, pieces: AsyncIterator[Any], ends: Callable[[], None]) -> None:
         self._next = pieces.__aiter__().__anext__
         self._ends = ends
-        self._failed = False
+        self._failed = self._answered = False
 
     def __aiter__(self) -> _Pieces:
         return self
@@ -68,12 +68,14 @@ class _Pieces:
         try:
             piece = await self._next()
         except StopAsyncIteration:
-            if self._failed:
+            if self._failed and not self._answered:
                 self._ends()
             raise
-        # Those of several prompts come with the number of theirs.
-        result = piece[1] if isinstance(piece, tuple) else piece
-        for output in result.outputs:
-            if output.finish_reason == _ERROR:
-                self._failed = True
+        if not self._answered:
+            # Those of several prompts come with the number of theirs.
+            result = piece[1] if isinstance(piece, tuple) else piece
+            for output in result.outputs:
+                reason = output.finish_reason
+                self._failed |= reason == _ERROR
+                self._answered |= bool(output.token_ids) or reason not in (None, _ERROR)
         return piece

@@ -64,20 +64,19 @@ def refused(
     kv = engine_client.vllm_config.kv_transfer_config
     alone = kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path)
     if alone or (takes_stand_ins(kv) and not isinstance(params, dict)):
-        problem = problem or find_problem(_read_here(params, kv))
+        problem = problem or find_problem(_of_a_decode(params))
     if problem is None:
         return None
     count(Acted.PARAMS_REFUSED)
     return create_error(str(problem), param=f"kv_transfer_params.{problem.field}".rstrip("."))
 
 
-def _read_here(params: object, kv: Any) -> object:  # noqa: ANN401 - `KVTransferConfig`, or none
-    """Leave out the blocks that a prefill server is offered and will not read.
+def _of_a_decode(params: object) -> object:
+    """Leave out the blocks that a prefill server is offered: it prefills whatever they are.
 
-    A router may have left them of an answer. The prompt is computed all the same.
+    A router may have left them of an answer, and most servers never look. The scheduler of one that
+    would read them sees to what cannot be read.
     """
     if not isinstance(params, dict) or params.get("do_remote_prefill"):
-        return params
-    if kv.get_from_extra_config("bidirectional_kv_xfer", False):
         return params
     return {**params, "remote_block_ids": None}

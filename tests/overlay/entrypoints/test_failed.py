@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import weakref
 from collections.abc import AsyncIterator, Sequence
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ pytest.importorskip("vllm_overlay.entrypoints.failed", reason="up to 0.31.0")
 from vllm_overlay.entrypoints.failed import raises_if_all_failed, says_what_failed
 
 COMPLETIONS, CHAT, _, _, GENERATE = ENDPOINTS
+USAGE = {"include_usage": True}
 
 
 class FailedError(Exception):
@@ -49,7 +51,7 @@ class Serving:
 
 
 def piece(text: str, finish_reason: str | None = None, prompt: int | None = None) -> Any:  # noqa: ANN401
-    output = SimpleNamespace(text=text, finish_reason=finish_reason)
+    output = SimpleNamespace(text=text, token_ids=[*text], finish_reason=finish_reason)
     result = SimpleNamespace(outputs=[output])
     return result if prompt is None else (prompt, result)
 
@@ -72,8 +74,11 @@ def told(*pieces: Any) -> list[str]:  # noqa: ANN401
         ([], ["usage"]),
         ([piece("a"), piece("b", "stop")], ["a", "b", "usage"]),
         ([piece("", "error")], ["r failed"]),
-        ([piece("", "error"), piece("b"), piece("c", "length")], ["b", "c", "r failed"]),
-        ([piece("", "error", 1), piece("b", "stop", 0)], ["b", "r failed"]),
+        ([piece("", "error", 1), piece("", "error", 0)], ["r failed"]),
+        # Who is charged by usage has something to be charged for.
+        ([piece("", "error"), piece("b"), piece("c", "length")], ["b", "c", "usage"]),
+        ([piece("b", "stop", 0), piece("", "error", 1)], ["b", "usage"]),
+        ([piece("", "error"), piece("", "stop")], ["usage"]),
         ([piece("a"), piece("b", "error"), piece("c")], ["a", "r failed"]),
         ([piece(""), piece("a", "abort")], ["a", "usage"]),
     ],
@@ -103,16 +108,56 @@ def test_who_leaves_lets_go_of_what_it_listened_to() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reasons", "fails"),
-    [(["error"], True), (["error", "error"], True), (["error", "stop"], False), (["stop"], False)],
+    ("choices", "fails"),
+    [
+        ([("", "error")], True),
+        ([("", "error")] * 2, True),
+        ([("", "error"), ("", "stop")], False),
+        ([("", "stop")], False),
+        ([("a", "error")], False),
+    ],
 )
-def test_an_answer_that_does_not_stream(reasons: list[str], fails: bool) -> None:
-    outputs = [piece("", reason).outputs[0] for reason in reasons]
+def test_an_answer_that_does_not_stream(choices: list[tuple[str, str]], fails: bool) -> None:
+    outputs = [piece(*choice).outputs[0] for choice in choices]
     if fails:
         with pytest.raises(FailedError):
             raises_if_all_failed(Serving(), outputs, "r")
     else:
         raises_if_all_failed(Serving(), outputs, "r")
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "changes"),
+    [(COMPLETIONS, {"prompt": ["hi", "ho"]}), (COMPLETIONS, {"n": 2}), (CHAT, {"n": 2})],
+)
+def test_the_other_choices_are_answered_as_on_stock(
+    endpoint: str, changes: dict[str, object]
+) -> None:
+    async def visit() -> Answer:
+        async with serving() as server:
+            server.core.answers = False
+            waiting: list[EngineCoreRequest] = []
+
+            async def on_add(request: EngineCoreRequest) -> None:
+                waiting.append(request)
+                if len(waiting) == 2:
+                    loop = asyncio.get_running_loop()
+                    loop.call_soon(server.core.fail, waiting[0])
+                    loop.call_later(0.1, server.core.finish, waiting[1])
+
+            server.core.on_add = on_add
+            asked = body(endpoint, stream=True, stream_options=USAGE, **changes)
+            return await server.post(endpoint, asked)
+
+    answer = asyncio.run(asyncio.wait_for(visit(), 60))
+    events = [line.removeprefix("data: ") for line in answer.body.decode().split("\n\n")]
+    choices = [c for e in events if e.startswith("{") for c in json.loads(e).get("choices", ())]
+    said = [c["delta"].get("content", "") if endpoint == CHAT else c["text"] for c in choices]
+    assert "".join(said) == "aa"
+    assert [c["finish_reason"] for c in choices if c["finish_reason"]] == ["length"]
+    assert json.loads(events[-3])["usage"]["completion_tokens"] == 2
+    assert events[-2] == "[DONE]"
+    assert not answer.error
 
 
 @pytest.mark.skipif(since("0.29.0"), reason="upstream answers with 500 whatever the others are")

@@ -366,7 +366,7 @@ def test_a_lie_is_refused_by_name_and_told_once(
     answer = loop.run_until_complete(server.post(endpoint, body(endpoint, params, stream=stream)))
     looked_at = params
     if isinstance(params, dict) and not params.get("do_remote_prefill"):
-        looked_at = {**params, "remote_block_ids": None}  # a prefill server reads nothing here
+        looked_at = {**params, "remote_block_ids": None}  # a prefill goes on
     problem = find_unsendable(params) or find_problem(looked_at)
     if problem is None:
         assert answer.status == 200 and not answer.error

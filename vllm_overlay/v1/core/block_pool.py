@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.25.1: KV is loaded into no block that a step which runs already may use.
+"""All releases: KV is loaded into no block that a step which runs already may use.
 
 With async scheduling, and with pipeline stages, the scheduler decides on steps while earlier ones
 run. A request that leaves meanwhile (by an abort, a preemption or a stop), and a window that moves

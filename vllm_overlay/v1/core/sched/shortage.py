@@ -46,9 +46,23 @@ def waits_for_running_step(scheduler: Scheduler, scheduled: Container[str]) -> b
         return False  # none runs, and blocks are held back for one that may never come
     if _forgets_who_waits(scheduler):
         return False
-    return bool(scheduler.deferred_frees) or (
+    waits = bool(scheduler.deferred_frees) or (
         victim.last_sched_seq > scheduler.processed_step_seq and victim.request_id not in scheduled
     )
+    if waits and not scheduler.use_v2_model_runner and scheduler.scheduler_config.async_scheduling:
+        _pause_without_guesses(scheduler, scheduled)
+    return waits
+
+
+def _pause_without_guesses(scheduler: Scheduler, scheduled: Container[str]) -> None:
+    """Have those who pause go on with their token alone, as after a preemption.
+
+    What the scheduler has of their guesses is places. The first model runner fills in those of who
+    was in its last step, and of others computes what is no token.
+    """
+    for request in scheduler.running:
+        if request.request_id not in scheduled:
+            request.spec_token_ids = []  # the list of places is everybody's
 
 
 def _forgets_who_waits(scheduler: Scheduler) -> bool:

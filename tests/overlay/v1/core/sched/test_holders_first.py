@@ -7,16 +7,45 @@ from typing import Any
 
 import pytest
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.request import RequestStatus
 
 module = pytest.importorskip("vllm_overlay.v1.core.sched.holders_first", reason="from 0.30.0 on")
 
 
-def request(computed: int = 0) -> Any:  # noqa: ANN401 - a stand-in
-    return SimpleNamespace(num_computed_tokens=computed)
+LOADS = RequestStatus.WAITING_FOR_REMOTE_KVS
+PROMOTES = {
+    "kv_holding_waiting": "_handle_blocked_waiting_request",
+    "skipped_waiting": "_try_promote_blocked_waiting_request",
+}
 
 
-def scheduler(holders: list[Any], waiting: list[Any], *, queue: str = "kv_holding_waiting") -> Any:  # noqa: ANN401 - a stand-in
-    return SimpleNamespace(**{queue: FCFSRequestQueue(holders)}, waiting=FCFSRequestQueue(waiting))
+def request(computed: int = 0, status: RequestStatus = RequestStatus.WAITING) -> Any:  # noqa: ANN401 - a stand-in
+    made = SimpleNamespace(num_computed_tokens=computed, status=status)
+    made.request_id = str(id(made))
+    return made
+
+
+def scheduler(
+    holders: list[Any],
+    waiting: list[Any],
+    *,
+    queue: str = "kv_holding_waiting",
+    failed: tuple[Any, ...] = (),
+) -> Any:  # noqa: ANN401 - a stand-in
+    """`failed`: those who have been told to have lost what they received, all of it."""
+    over = {one.request_id for one in failed}
+
+    def promote(one: Any) -> None:  # noqa: ANN401
+        assert one.status == LOADS
+        one.status = RequestStatus.WAITING
+        over.remove(one.request_id)
+
+    return SimpleNamespace(
+        **{queue: FCFSRequestQueue(holders), PROMOTES[queue]: promote},
+        waiting=FCFSRequestQueue(waiting),
+        failed_recving_kv_req_ids=over,
+        finished_recving_kv_req_ids=over,
+    )
 
 
 @pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
@@ -69,3 +98,24 @@ def test_a_new_request_without_room_stays() -> None:
     asked = scheduler(others, [new])
     assert module.lets_holders_run(asked, new) is False
     assert list(asked.waiting) == [new]
+
+
+@pytest.mark.parametrize("queue", PROMOTES)
+def test_all_that_have_failed_give_up_their_blocks_and_the_first_is_looked_at_again(
+    queue: str,
+) -> None:
+    first, holder, second = request(), request(32), request(0, LOADS)
+    asked = scheduler([first, holder, second], [], queue=queue, failed=(second,))
+    assert module.lets_holders_run(asked, first) is True
+    assert list(getattr(asked, queue)) == [first, holder, second]
+    assert second.status == RequestStatus.WAITING
+    assert module.lets_holders_run(asked, first) is True  # there was no room all the same
+    assert list(getattr(asked, queue)) == [holder, second]
+
+
+def test_who_has_failed_for_one_rank_and_loads_for_another_holds_blocks() -> None:
+    lost, loads = request(), request(0, LOADS)
+    asked = scheduler([lost, loads], [])
+    assert module.lets_holders_run(asked, lost) is True
+    assert list(asked.kv_holding_waiting) == [loads]
+    assert list(asked.waiting) == [lost]

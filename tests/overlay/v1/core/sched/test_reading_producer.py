@@ -1,4 +1,4 @@
-"""Whose blocks are held back while a step runs: a producer's that reads, else as on stock."""
+"""Whose loads keep off what running steps use: those of a producer that reads; else as on stock."""
 
 from __future__ import annotations
 
@@ -12,34 +12,30 @@ from tests.support.overlapped_engine import OverlappedEngine
 pytest.importorskip("vllm_overlay.v1.core.sched.reading_producer", reason="from 0.24.0 on")
 
 READS = {"bidirectional_kv_xfer": True}
+OF_SEVERAL = {"connectors": [{}, {"kv_connector_extra_config": READS}]}
 
 
-def holds_back(role: str, extra: Any, depth: int = 2) -> bool:  # noqa: ANN401 - of any user
-    held = []
-
+def made(role: str, extra: dict[str, Any], depth: int = 2, **config: Any) -> OverlappedEngine:  # noqa: ANN401 - handed on
     def make(**how: Any) -> Scheduler:  # noqa: ANN401 - as in the class
         transfer = how["vllm_config"].kv_transfer_config
         transfer.kv_role = role
         transfer.kv_connector_extra_config.update(extra)
-        scheduler = Scheduler(**how)
-        held.append(scheduler.defer_block_free)
-        return scheduler
+        return Scheduler(**how)
 
-    OverlappedEngine(scheduler=make, depth=depth)  # type: ignore[arg-type]
-    return held[0]
+    scheduler: Any = make
+    return OverlappedEngine(scheduler=scheduler, depth=depth, **config)
+
+
+def is_its_own(engine: OverlappedEngine) -> bool:
+    return "_free_request_blocks" in vars(engine.scheduler)
 
 
 @pytest.mark.parametrize(
     "extra",
-    [
-        READS,
-        {"connectors": [{}, {"kv_connector_extra_config": READS}]},
-        {"connectors": [{"kv_connector_extra_config": {"connectors": [
-            {"kv_connector_extra_config": READS}]}}]},
-    ],
-)  # fmt: skip
+    [READS, OF_SEVERAL, {"connectors": [{"kv_connector_extra_config": OF_SEVERAL}]}],
+)
 def test_a_producer_that_reads(extra: dict[str, Any]) -> None:
-    assert holds_back("kv_producer", extra)
+    assert is_its_own(made("kv_producer", extra))
 
 
 @pytest.mark.parametrize(
@@ -52,16 +48,43 @@ def test_a_producer_that_reads(extra: dict[str, Any]) -> None:
         {"connectors": {"kv_connector_extra_config": READS}},
     ],
 )
-def test_another_producer_is_as_on_stock(extra: dict[str, Any]) -> None:
-    assert not holds_back("kv_producer", extra)
+def test_another_producer_is_stocks(extra: dict[str, Any]) -> None:
+    assert not is_its_own(made("kv_producer", extra))
 
 
 @pytest.mark.parametrize("role", ["kv_both", "kv_consumer"])
 @pytest.mark.parametrize("extra", [{}, READS])
 def test_so_is_who_consumes(role: str, extra: dict[str, Any]) -> None:
-    assert holds_back(role, extra)
+    assert not is_its_own(made(role, extra))
 
 
-@pytest.mark.parametrize("role", ["kv_both", "kv_producer"])
-def test_nobody_does_where_no_steps_overlap(role: str) -> None:
-    assert not holds_back(role, READS, depth=1)
+def test_so_is_who_has_one_step_at_a_time() -> None:
+    assert not is_its_own(made("kv_producer", READS, depth=1))
+
+
+@pytest.mark.parametrize("extra", [{}, READS])
+def test_what_is_aborted_is_free_at_once_and_the_cache_can_be_reset(extra: dict[str, Any]) -> None:
+    """As on stock, where a producer holds nothing back."""
+    engine = made("kv_producer", extra, num_blocks=8)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    free = pool.get_num_free_blocks()
+    engine.ask("left", range(40), max_tokens=20)
+    engine.advance()
+    engine.abort("left")
+    assert engine.steps, "the step still runs"
+    assert pool.get_num_free_blocks() == free
+    assert engine.scheduler.reset_prefix_cache()
+
+
+@pytest.mark.parametrize("extra", [{}, READS])
+def test_a_shortage_preempts_one(extra: dict[str, Any]) -> None:
+    engine = made("kv_producer", extra, num_blocks=7)
+    for number in range(3):
+        engine.ask(f"req-{number}", range(100 * number, 100 * number + 31), max_tokens=4)
+        engine.advance()
+    requests = list(engine.scheduler.requests.values())
+    while not any(request.num_preemptions for request in requests):
+        engine.advance()
+    assert [request.num_preemptions for request in requests] == [0, 0, 1]
+    assert engine.run()
+    assert engine.wrong == []

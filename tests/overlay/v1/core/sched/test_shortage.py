@@ -82,6 +82,7 @@ def scheduler(running: list[SimpleNamespace], **different: Any) -> SimpleNamespa
         "num_spec_tokens": 0,
         "kv_cache_config": SimpleNamespace(kv_cache_groups=[]),
         "parallel_config": SimpleNamespace(pipeline_parallel_size=1),
+        "scheduler_config": SimpleNamespace(async_scheduling=False),
     }
     return SimpleNamespace(**known | different)
 
@@ -145,6 +146,50 @@ def test_nobody_waits_whom_the_worker_would_forget(how: dict[str, Any], waits: b
     assert shortage.waits_for_running_step(scheduler([MID], **how), set()) is waits
     second = scheduler([MID], **how, use_v2_model_runner=True)
     assert shortage.waits_for_running_step(second, set())
+
+
+@pytest.mark.parametrize(
+    ("asynchronous", "second_runner", "guesses"),
+    [(True, False, []), (True, True, [-1, -1]), (False, False, [-1, -1])],
+)
+def test_who_pauses_goes_on_without_guesses_that_the_worker_forgets(
+    asynchronous: bool, second_runner: bool, guesses: list[int]
+) -> None:
+    places = [-1, -1]
+    here, left_out = (
+        SimpleNamespace(**{**vars(one), "spec_token_ids": places}) for one in (OLD, MID)
+    )
+    asked = scheduler(
+        [here, left_out],
+        num_spec_tokens=2,
+        use_v2_model_runner=second_runner,
+        scheduler_config=SimpleNamespace(async_scheduling=asynchronous),
+    )
+    assert shortage.waits_for_running_step(asked, {"old"})
+    assert left_out.spec_token_ids == guesses
+    assert here.spec_token_ids == places == [-1, -1]
+
+
+def test_places_for_guesses_are_of_who_was_in_the_step_before() -> None:
+    engine = OverlappedEngine(num_blocks=7)
+    engine.guess(2)
+    for number in range(3):
+        start = 100 * number
+        engine.ask(f"req-{number}", range(start, start + 14 + number), max_tokens=24)
+    last: set[str] = set()
+    paused = 0
+    while engine.steps or engine.scheduler.has_requests():
+        decided = engine.advance()
+        if decided is None or not decided.num_scheduled_tokens:
+            continue
+        guessed = decided.scheduled_spec_decode_tokens
+        for req_id in guessed:
+            assert req_id in last, "its guesses are places that nobody fills in"
+        there = set(decided.num_scheduled_tokens)
+        paused += len(last - there - set(engine.finished))
+        last = there
+    assert paused, "nobody was short of a block"
+    assert engine.wrong == []
 
 
 def test_only_the_step_in_which_somebody_is_short_lets_nobody_in() -> None:

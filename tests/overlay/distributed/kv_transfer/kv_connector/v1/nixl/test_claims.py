@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import claims as module
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import (
     Claim,
@@ -139,13 +140,24 @@ def test_the_same_id_again(open_session: bool) -> None:
 
 def test_a_prefill_stays_one() -> None:
     """It was offered blocks from an earlier turn; without them it prefills all."""
-    door, offer = scheduler(Nixl()), {**OFFER, "do_remote_prefill": False, "do_remote_decode": True}
+    offer = {**OFFER, "do_remote_prefill": False, "do_remote_decode": True}
+    door = scheduler(Nixl(is_bidirectional_kv_xfer_enabled=True))
     first, second = request("a", offer), request("b", dict(offer))
     claim_offered(door, first)
     claim_offered(door, second)
     assert first.kv_transfer_params is offer
     assert second.kv_transfer_params["do_remote_decode"] is True
     assert source_of(second.kv_transfer_params) is None
+
+
+@pytest.mark.parametrize("side", [{}, {"is_bidirectional_kv_xfer_enabled": False}])
+def test_a_prefill_that_reads_nothing_claims_nothing(side: dict[str, bool]) -> None:
+    offer = {**OFFER, "do_remote_prefill": False, "do_remote_decode": True}
+    door = scheduler(Nixl(**side))
+    for name in "ab":
+        claim_offered(door, asked := request(name, offer))
+        assert asked.kv_transfer_params is offer
+    assert taken() == {}
 
 
 def test_a_release_and_a_reader_exclude_each_other() -> None:

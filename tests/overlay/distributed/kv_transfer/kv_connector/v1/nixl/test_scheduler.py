@@ -204,9 +204,8 @@ def test_what_a_prefill_server_is_offered_is_nothing_to_it_before_it_can_read() 
     """A router may have left it of an answer, and be right."""
     engine = IdleEngine()
     for req_id in ("first", "second"):
-        engine.ask(req_id, PROMPT, max_tokens=1)
         params = {**GOOD, "do_remote_prefill": False, "do_remote_decode": True}
-        engine.scheduler.requests[req_id].kv_transfer_params = params
+        engine.send(req_id, PROMPT, params, max_tokens=1)
     assert engine.step().finished == {"first": "length", "second": "length"}
     assert taken() == {}  # nothing refused, nothing used twice
 
