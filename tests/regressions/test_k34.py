@@ -2,6 +2,7 @@
 
 Steps overlap, here for there are pipeline stages. P's cache is so small that a second turn, whose
 first D keeps, gets the blocks that another request has just left while a step runs for that one.
+Before 0.21.0 P computes all of it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 
 from tests.support.nixl_worker import connect
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.release import since
 from tests.support.two_way import second_turn, two_way
 
 KEPT = [[10, 11, 12, 13, 14]]
@@ -57,5 +59,6 @@ def test_an_abort_while_its_steps_run(configured: str, depth: int) -> None:
     for _ in range(20):  # after that P keeps the blocks for D
         engine.advance()
     assert engine.finished["second"] == "length"
-    assert engine.computed["second"] <= 2, "the prompt was computed, it should be received"
+    read = engine.computed["second"] <= 2
+    assert read is since("0.21.0"), "the prompt was computed, it should be received"
     assert engine.wrong == []
