@@ -44,6 +44,7 @@ def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     while not _holds_blocks(holders.peek_request()):
         moved.append(holders.pop_request())
     for one in reversed(moved):
+        scheduler._inflight_prefills.discard(one)  # nothing is kept free for it, as on a preemption
         scheduler.waiting.prepend_request(one)
     return True
 
@@ -57,6 +58,7 @@ def _failed_ones_give_up_blocks(scheduler: Scheduler, holders: RequestQueue) -> 
     failed = [one for one in holders if one.request_id in over and not one.num_computed_tokens]
     for one in failed:
         promote(one)
+        scheduler._inflight_prefills.discard(one)
     return bool(failed)
 
 

@@ -19,8 +19,12 @@ PROMOTES = {
 }
 
 
+class Stand(SimpleNamespace):
+    __hash__ = object.__hash__
+
+
 def request(computed: int = 0, status: RequestStatus = RequestStatus.WAITING) -> Any:  # noqa: ANN401 - a stand-in
-    made = SimpleNamespace(num_computed_tokens=computed, status=status)
+    made = Stand(num_computed_tokens=computed, status=status)
     made.request_id = str(id(made))
     return made
 
@@ -45,6 +49,7 @@ def scheduler(
         waiting=FCFSRequestQueue(waiting),
         failed_recving_kv_req_ids=over,
         finished_recving_kv_req_ids=over,
+        _inflight_prefills={*holders, *waiting},
     )
 
 
@@ -55,6 +60,8 @@ def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none(queue: s
     assert module.lets_holders_run(asked, lost) is True
     assert list(getattr(asked, queue)) == [holder]
     assert list(asked.waiting) == [lost, new]
+    # What would be kept free for it would keep out who may stand in front of it there.
+    assert asked._inflight_prefills == {holder, new}
 
 
 def test_of_several_that_have_lost_them_the_first_stays_the_first() -> None:
@@ -109,6 +116,7 @@ def test_all_that_have_failed_give_up_their_blocks_and_the_first_is_looked_at_ag
     assert module.lets_holders_run(asked, first) is True
     assert list(getattr(asked, queue)) == [first, holder, second]
     assert second.status == RequestStatus.WAITING
+    assert asked._inflight_prefills == {first, holder}
     assert module.lets_holders_run(asked, first) is True  # there was no room all the same
     assert list(getattr(asked, queue)) == [holder, second]
 
