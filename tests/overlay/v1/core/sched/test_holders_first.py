@@ -19,14 +19,16 @@ PROMOTES = {
 }
 
 
-class Stand(SimpleNamespace):
-    __hash__ = object.__hash__
+class Stand:
+    """One of a set, as a request is."""
+
+    def __init__(self, computed: int, status: RequestStatus) -> None:
+        self.num_computed_tokens, self.status = computed, status
+        self.request_id = str(id(self))
 
 
 def request(computed: int = 0, status: RequestStatus = RequestStatus.WAITING) -> Any:  # noqa: ANN401 - a stand-in
-    made = Stand(num_computed_tokens=computed, status=status)
-    made.request_id = str(id(made))
-    return made
+    return Stand(computed, status)
 
 
 def scheduler(
