@@ -6,7 +6,7 @@ import asyncio
 import gc
 import json
 import weakref
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +14,7 @@ import pytest
 from vllm.v1.engine import EngineCoreRequest
 
 from tests.support.release import since
-from tests.support.serving_app import ENDPOINTS, Answer, body, serving
+from tests.support.serving_app import ENDPOINTS, Answer, ScriptedCore, body, serving
 
 pytest.importorskip("vllm_overlay.entrypoints.failed", reason="up to 0.31.0")
 from vllm_overlay.entrypoints.failed import raises_if_all_failed, says_what_failed
@@ -126,13 +126,20 @@ def test_an_answer_that_does_not_stream(choices: list[tuple[str, str]], fails: b
         raises_if_all_failed(Serving(), outputs, "r")
 
 
-@pytest.mark.parametrize(
-    ("endpoint", "changes"),
-    [(COMPLETIONS, {"prompt": ["hi", "ho"]}), (COMPLETIONS, {"n": 2}), (CHAT, {"n": 2})],
-)
-def test_the_other_choices_are_answered_as_on_stock(
-    endpoint: str, changes: dict[str, object]
-) -> None:
+def one_by_one(core: ScriptedCore, first: EngineCoreRequest, second: EngineCoreRequest) -> None:
+    loop = asyncio.get_running_loop()
+    loop.call_soon(core.fail, first)
+    loop.call_later(0.1, core.finish, second)
+
+
+def at_once(core: ScriptedCore, first: EngineCoreRequest, second: EngineCoreRequest) -> None:
+    core.fail(first)
+    core.finish(second)
+
+
+def answered_in_part(endpoint: str, end: Callable[..., None], **changes: object) -> Answer:
+    """What a client gets of a request for two choices, of which one fails as `end` has it."""
+
     async def visit() -> Answer:
         async with serving() as server:
             server.core.answers = False
@@ -141,15 +148,22 @@ def test_the_other_choices_are_answered_as_on_stock(
             async def on_add(request: EngineCoreRequest) -> None:
                 waiting.append(request)
                 if len(waiting) == 2:
-                    loop = asyncio.get_running_loop()
-                    loop.call_soon(server.core.fail, waiting[0])
-                    loop.call_later(0.1, server.core.finish, waiting[1])
+                    end(server.core, *waiting)
 
             server.core.on_add = on_add
-            asked = body(endpoint, stream=True, stream_options=USAGE, **changes)
-            return await server.post(endpoint, asked)
+            return await server.post(endpoint, body(endpoint, **changes))
 
-    answer = asyncio.run(asyncio.wait_for(visit(), 60))
+    return asyncio.run(asyncio.wait_for(visit(), 60))
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "changes"),
+    [(COMPLETIONS, {"prompt": ["hi", "ho"]}), (COMPLETIONS, {"n": 2}), (CHAT, {"n": 2})],
+)
+def test_the_other_choices_are_answered_as_on_stock(
+    endpoint: str, changes: dict[str, object]
+) -> None:
+    answer = answered_in_part(endpoint, one_by_one, stream=True, stream_options=USAGE, **changes)
     events = [line.removeprefix("data: ") for line in answer.body.decode().split("\n\n")]
     choices = [c for e in events if e.startswith("{") for c in json.loads(e).get("choices", ())]
     said = [c["delta"].get("content", "") if endpoint == CHAT else c["text"] for c in choices]
@@ -162,21 +176,7 @@ def test_the_other_choices_are_answered_as_on_stock(
 
 @pytest.mark.skipif(since("0.29.0"), reason="upstream answers with 500 whatever the others are")
 def test_a_choice_of_a_token_level_answer_that_failed_is_named_beside_the_others() -> None:
-    async def visit() -> Answer:
-        async with serving() as server:
-            server.core.answers = False
-            waiting: list[EngineCoreRequest] = []
-
-            async def on_add(request: EngineCoreRequest) -> None:
-                waiting.append(request)
-                if len(waiting) == 2:
-                    server.core.fail(waiting[0])
-                    server.core.finish(waiting[1])
-
-            server.core.on_add = on_add
-            return await server.post(GENERATE, body(GENERATE, n=2))
-
-    answer = asyncio.run(asyncio.wait_for(visit(), 60))
+    answer = answered_in_part(GENERATE, at_once, n=2)
     assert answer.status == 200
     assert b'"finish_reason":"error"' in answer.body
     assert b'"finish_reason":"length"' in answer.body

@@ -126,7 +126,7 @@ def test_is_no_success_where_mypy_does_not_run(release: Path) -> None:
 
 
 def test_begins_with_what_is_known_of_another_release_and_never_with_what_was_cut_short(
-    release: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_CACHES", tmp_path / "caches")
     spoilt = tmp_path / "caches" / "0.20.2" / "3.12" / "cache.0.db"
