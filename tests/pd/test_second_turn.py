@@ -15,17 +15,24 @@ from tests.pd.deployment import TOKENS, Note, Start, ask, served
 from tests.pd.server import Server
 
 BOTH_WAYS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 0}
+BOTH = "kv_both", "kv_both"
 PATIENCE_S = 40.0
 """A handshake with nobody is given up after 5 s, or after 15 where it is tried again."""
 
 
-@pytest.fixture
-def servers(start: Start) -> tuple[Server, Server]:
-    """P and D without prefix caches: what P does not compute of a second turn has come from D."""
-    transfer = {"kv_connector_extra_config": BOTH_WAYS}
+def pair(start: Start, *roles: str) -> tuple[Server, Server]:
+    """P and D of these roles, without prefix caches.
+
+    What P does not compute of a second turn has come from D.
+    """
     p, d = (
-        start(name, transfer=transfer, core=core, arguments=("--no-enable-prefix-caching",))
-        for core, name in enumerate("PD")
+        start(
+            name,
+            transfer={"kv_role": role, "kv_connector_extra_config": BOTH_WAYS},
+            core=core,
+            arguments=("--no-enable-prefix-caching",),
+        )
+        for core, (name, role) in enumerate(zip("PD", roles, strict=True))
     )
     return p.wait_ready(), d.wait_ready()
 
@@ -38,10 +45,11 @@ def first_turn(p: Server, d: Server, prompt: str) -> tuple[list[int], Params]:
     return said, answer.get("kv_transfer_params") or REMOTE_DECODE
 
 
+@pytest.mark.parametrize("roles", [BOTH, ("kv_producer", "kv_consumer")], ids="/".join)
 def test_a_second_turn_is_answered_as_if_it_was_the_first(
-    servers: tuple[Server, Server], prompts: Iterator[str], note: Note
+    start: Start, roles: tuple[str, str], prompts: Iterator[str], note: Note
 ) -> None:
-    p, d = servers
+    p, d = pair(start, *roles)
     said, params = first_turn(p, d, next(prompts))
     expected = tokens_of(d.post("/v1/completions", body(said, TOKENS)).json())
     before = p.metric("nixl_bytes_transferred_sum")
@@ -53,10 +61,8 @@ def test_a_second_turn_is_answered_as_if_it_was_the_first(
 
 
 @pytest.mark.shows("K25")
-def test_a_second_turn_whose_d_is_gone_is_computed(
-    servers: tuple[Server, Server], prompts: Iterator[str]
-) -> None:
-    p, d = servers
+def test_a_second_turn_whose_d_is_gone_is_computed(start: Start, prompts: Iterator[str]) -> None:
+    p, d = pair(start, *BOTH)
     said, params = first_turn(p, d, next(prompts))
     expected = tokens_of(d.post("/v1/completions", body(said, 1)).json())
     d.kill()
