@@ -13,6 +13,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     Problem,
     are_for,
     find_unsendable,
+    without_unread,
 )
 from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
@@ -64,19 +65,8 @@ def refused(
     kv = engine_client.vllm_config.kv_transfer_config
     alone = kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path)
     if alone or (takes_stand_ins(kv) and not isinstance(params, dict)):
-        problem = problem or find_problem(_of_a_decode(params))
+        problem = problem or find_problem(without_unread(params))
     if problem is None:
         return None
     count(Acted.PARAMS_REFUSED)
     return create_error(str(problem), param=f"kv_transfer_params.{problem.field}".rstrip("."))
-
-
-def _of_a_decode(params: object) -> object:
-    """Leave out the blocks that a prefill server is offered: it prefills whatever they are.
-
-    A router may have left them of an answer, and most servers never look. The scheduler of one that
-    would read them sees to what cannot be read.
-    """
-    if not isinstance(params, dict) or params.get("do_remote_prefill"):
-        return params
-    return {**params, "remote_block_ids": None}

@@ -28,8 +28,10 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     asks_for_blocks,
     of_transfer,
     printable,
+    without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import connectors_in
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import reads_back
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -139,9 +141,12 @@ def claiming_connector(connector: KVConnectorBase_V1 | None) -> ClaimsBlocks | N
 
 def claim_offered(scheduler: Scheduler, request: Request) -> None:
     """Claim what a request's parameters offer, or take the offer out of them."""
-    source = source_of(request.kv_transfer_params)
     connector = claiming_connector(scheduler.connector)
-    if source is None or connector is None or not _reads(connector, request):
+    if connector is None:
+        return
+    back = reads_back(getattr(connector, "connector_scheduler", None))
+    source = source_of(without_unread(request.kv_transfer_params, reads_back=back))
+    if source is None:
         return
     if getattr(request, "abort_immediately", False):  # it is there only to give the blocks up
         usable = may_release(scheduler, source, request.request_id)
@@ -162,13 +167,6 @@ def claim_offered(scheduler: Scheduler, request: Request) -> None:
             printable(source.request_id),
             printable(source.engine_id),
         )
-
-
-def _reads(connector: ClaimsBlocks, request: Request) -> bool:
-    """Whether what a request offers is looked at: by a prefill server if it is set up to read."""
-    side = getattr(connector, "connector_scheduler", None)
-    two_way = getattr(side, "is_bidirectional_kv_xfer_enabled", False)  # from 0.21.0 on
-    return two_way or bool((request.kv_transfer_params or {}).get("do_remote_prefill"))
 
 
 def may_release(scheduler: Scheduler, source: Source, claimant: str) -> bool:

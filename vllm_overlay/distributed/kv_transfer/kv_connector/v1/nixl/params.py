@@ -166,6 +166,18 @@ def asks_for_blocks(params: dict[str, Any]) -> bool:
     )
 
 
+def without_unread(params: object, *, reads_back: bool = False) -> object:
+    """Leave out the blocks that a prefill server is offered, unless it is set up to read them.
+
+    It prefills whatever they are: a router may have left them of an answer, and most servers never
+    look.
+    """
+    if not isinstance(params, dict) or not params.get("remote_block_ids"):
+        return params
+    reads = reads_back or params.get("do_remote_prefill")
+    return params if reads else {**params, "remote_block_ids": None}
+
+
 def peer_problem(params: dict[str, Any]) -> Problem | None:
     """Say what keeps the peer from being talked to."""
     return _place_problem(params) or find_number_problem(params)

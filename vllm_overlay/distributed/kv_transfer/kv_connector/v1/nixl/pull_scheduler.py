@@ -30,6 +30,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_number_problem,
     find_problem,
     printable,
+    without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
@@ -126,19 +127,16 @@ def _checked(method: _Method) -> _Method:
             find = _find_in_any_groups if _maps_groups(pulling) else find_pull_problem
             checked = shared.check(pulling, request, groups, find, _coverage_problem)
         else:
-            checked = _check_push(self, request, params)
+            checked = _check_push(self, request)
         request.kv_transfer_params = checked
         return method(self, request, *args, **kwargs)
 
     return cast("_Method", wrapper)
 
 
-def _check_push(
-    scheduler: NixlBaseConnectorScheduler, request: Request, params: object
-) -> shared.CheckedParams:
+def _check_push(scheduler: NixlBaseConnectorScheduler, request: Request) -> shared.CheckedParams:
+    params = without_unread(request.kv_transfer_params)  # who pushes reads nothing
     checked = shared.as_checked(params)
-    if not checked.get("do_remote_prefill"):
-        checked["remote_block_ids"] = None  # who pushes is offered nothing
     bad = find_push_problem(checked if isinstance(params, dict) else params)
     problem = bad or peer_not_allowed(scheduler, checked)
     if problem is not None:

@@ -24,6 +24,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     peer_problem,
     printable,
     said,
+    without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
@@ -96,12 +97,8 @@ def check(
     `groups` is how many KV-cache groups are transferred, `find` says what is wrong with the
     parameters as such (`find_problem`), `covers` whether they name too few blocks.
     """
-    params: object = request.kv_transfer_params
+    params = without_unread(request.kv_transfer_params, reads_back=reads_back(scheduler))
     checked = as_checked(params)
-    if not checked.get("do_remote_prefill") and not hasattr(
-        scheduler, "is_bidirectional_kv_xfer_enabled"
-    ):
-        checked["remote_block_ids"] = None  # before 0.21.0 only a decode server looks at them
     _give_single_group_a_list(checked, groups)
     problem = find(checked if isinstance(params, dict) else params, groups=groups)
     stranger = None if problem else peer_not_allowed(scheduler, checked)
@@ -147,10 +144,8 @@ def _disarm(scheduler: NixlConnectorScheduler, params: CheckedParams, groups: in
     """
     if not isinstance(params.get("do_remote_decode"), bool | None):
         params["do_remote_decode"] = False  # no role for us that anybody could rely on
-    reads = params.get("do_remote_prefill") or _prefill_reads(scheduler)
     told = (
-        bool(reads)
-        and asks_for_blocks(params)
+        asks_for_blocks(params)
         and (peer_problem(params) or peer_not_allowed(scheduler, params)) is None
     )
     if told:
@@ -165,22 +160,16 @@ def _disarm(scheduler: NixlConnectorScheduler, params: CheckedParams, groups: in
     return told
 
 
-def _prefill_reads(scheduler: NixlConnectorScheduler) -> bool:
-    """Whether a prefill may read blocks from a decode server: if set up to, from 0.21.0 on."""
-    config = scheduler.vllm_config.kv_transfer_config
-    return bool(config and config.get_from_extra_config("bidirectional_kv_xfer", False))
+def reads_back(scheduler: object) -> bool:
+    """Whether a prefill server reads what a decode server keeps: if set up to, from 0.21.0 on."""
+    return bool(getattr(scheduler, "is_bidirectional_kv_xfer_enabled", False))
 
 
 def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) -> Problem | None:
     """What this engine would promise to read and then not read: the request would wait forever."""
-    if not params.get("do_remote_decode") or not asks_for_blocks(params):
-        return None
-    if params.get("do_remote_prefill"):
-        if scheduler.use_host_buffer:
-            return Problem("do_remote_decode", "excludes do_remote_prefill with a host buffer")
-        return None
-    if not _prefill_reads(scheduler):
-        return Problem("remote_block_ids", "cannot be read by this prefill server")
+    both = params.get("do_remote_decode") and params.get("do_remote_prefill")
+    if both and scheduler.use_host_buffer:
+        return Problem("do_remote_decode", "excludes do_remote_prefill with a host buffer")
     return None
 
 
