@@ -74,6 +74,8 @@ def told(*pieces: Any) -> list[str]:  # noqa: ANN401
         ([], ["usage"]),
         ([piece("a"), piece("b", "stop")], ["a", "b", "usage"]),
         ([piece("", "error")], ["r failed"]),
+        ([piece(""), piece("", "error")], ["r failed"]),
+        ([piece("a"), piece("", "error")], ["a", "usage"]),
         ([piece("", "error", 1), piece("", "error", 0)], ["r failed"]),
         # Who is charged by usage has something to be charged for.
         ([piece("", "error"), piece("b"), piece("c", "length")], ["b", "c", "usage"]),

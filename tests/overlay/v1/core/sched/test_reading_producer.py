@@ -76,6 +76,21 @@ def test_what_is_aborted_is_free_at_once_and_the_cache_can_be_reset(extra: dict[
     assert engine.scheduler.reset_prefix_cache()
 
 
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_load_gets_what_was_in_use_once_the_steps_have_ended(turns: int) -> None:
+    engine = made("kv_producer", READS, num_blocks=8)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    every = pool.get_num_free_blocks()
+    engine.ask("left", range(40), max_tokens=20)
+    for _ in range(turns):
+        engine.advance()
+    engine.abort("left")
+    assert len(engine.steps) == 1
+    assert not pool.has_for(16, every)
+    engine.advance()
+    assert pool.has_for(16, every)
+
+
 @pytest.mark.parametrize("extra", [{}, READS])
 def test_a_shortage_preempts_one(extra: dict[str, Any]) -> None:
     engine = made("kv_producer", extra, num_blocks=7)
