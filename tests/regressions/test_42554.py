@@ -11,6 +11,8 @@ from tests.support.nixl_worker import EngineDiedError, attempt, connect, nixl_of
 from tests.support.prefill_engine import PrefillEngine
 
 BLOCK = 16
+NULL = 0
+"""Id of the block that stands for none."""
 
 
 def asked(prompt: range) -> DecodeEngine:
@@ -18,7 +20,10 @@ def asked(prompt: range) -> DecodeEngine:
     d = engine_of(DecodeEngine, mode="align", prefix_caching=True)
     connect(d.worker, "P")
     p = engine_of(PrefillEngine, mode="align", prefix_caching=True)
-    d.send("joins", prompt, handed_over(p, "joins", prompt), max_tokens=2 * BLOCK)
+    params = handed_over(p, "joins", prompt)
+    _, states = params["remote_block_ids"]
+    assert states[-1] != NULL, "P has given up the state"
+    d.send("joins", prompt, params, max_tokens=2 * BLOCK)
     return d
 
 

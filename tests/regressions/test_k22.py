@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from vllm.v1.core.sched.scheduler import Scheduler
 
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.overlapped_engine import OverlappedEngine
 from tests.support.prefill_engine import PrefillEngine
+from tests.support.release import since
 
 WINDOW = 32
 FIRST = 40
@@ -95,6 +97,21 @@ def test_p_names_them(length: int, step_tokens: int | None) -> None:
         if block != null
     }
     assert set(range((length - WINDOW) // 16, ends)) <= named
+
+
+@pytest.mark.parametrize("mode", ["align", "all"])
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_p_names_the_state_of_a_hybrid(blocks: int, mode: str) -> None:
+    """What it has computed ends with a block: of the prompt all but its last token, or all."""
+    length = 16 * blocks + since("0.19.0")
+    engine = engine_of(PrefillEngine, mode=mode, prefix_caching=True)
+    engine.prefill("asked", range(length))
+    engine.run(8)
+    answer = engine.answers["asked"]
+    assert answer is not None
+    null = engine.scheduler.kv_cache_manager.block_pool.null_block.block_id
+    _, states = answer["remote_block_ids"]
+    assert states[-1] != null
 
 
 @pytest.mark.parametrize("config", HOW, ids=["async", "sync"])

@@ -75,22 +75,20 @@ def remove_skipped_blocks(scheduler: Scheduler, request_id: str, **counts: int) 
     """Give up what a finished request does not look at, as `KVCacheManager` does.
 
     If KV is transferred for it, that is what the last token of its prompt does not look at: of a
-    request whose client has left, that may still be read into. Of `counts` the first is that of
-    the tokens computed; releases call it by different names.
+    request whose client has left, that may still be read into. A state is the one after all that
+    was computed, and up to 0.19.1 the release counts the sampled token too. Of `counts` the first
+    is that of the tokens computed; releases call it by different names.
     """
     request = scheduler.requests.get(request_id)
     if request is not None and _is_transferred(scheduler, request):
         name = next(iter(counts))
-        counts[name] = min(counts[name], request.num_prompt_tokens - 1)
+        states, prompt = _has_states(scheduler), request.num_prompt_tokens
+        counts[name] = min(counts[name], request.num_computed_tokens if states else prompt - 1)
     scheduler.kv_cache_manager.remove_skipped_blocks(request_id=request_id, **counts)
 
 
 def _is_transferred(scheduler: Scheduler, request: Request) -> bool:
-    return (
-        bool(request.kv_transfer_params)
-        and not _has_states(scheduler)
-        and any(map(_pulls, connectors_in(scheduler.connector)))
-    )
+    return bool(request.kv_transfer_params) and any(map(_pulls, connectors_in(scheduler.connector)))
 
 
 def _loses_a_token(scheduler: Scheduler, end: int) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Up to 0.22.1: what NIXL loads beside the steps is not cut at the blocks of states.
+"""0.19.0 to 0.22.1: what NIXL loads beside the steps is not cut at the blocks of states.
 
 Prompts of a model that caches states at the ends of blocks are computed in parts that end there. A
 load computes nothing; the release cut it all the same, and took it for an error that it has tokens

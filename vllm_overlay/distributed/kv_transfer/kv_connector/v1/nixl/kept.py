@@ -27,12 +27,15 @@ _OF_ENCODER = CrossAttentionSpec | EncoderOnlyAttentionSpec
 """Their blocks go by what was encoded."""
 
 
-def tokens_kept(request: Request) -> int:
+def tokens_kept(scheduler: _Part, request: Request) -> int:
     """Return of how many tokens of a finished request there is KV that its reader can use.
 
     On D all but the last: a template may leave the end of an answer out of what P is sent next.
+    With states as on stock: they are those after all that was computed, and of no fewer tokens.
     """
-    if (request.kv_transfer_params or {}).get("do_remote_decode"):
+    groups = scheduler.kv_cache_config.kv_cache_groups
+    has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    if has_states or (request.kv_transfer_params or {}).get("do_remote_decode"):
         return request.num_computed_tokens
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
@@ -40,13 +43,12 @@ def tokens_kept(request: Request) -> int:
 def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # noqa: ANN401
     """Return a finished request's blocks, a list for each group, without those behind these tokens.
 
-    Whoever reads them counts from the last one back. With states all is as on stock: they are
-    those after what was computed.
+    Whoever reads them counts from the last one back.
     """
-    tokens, groups = tokens_kept(request), scheduler.kv_cache_config.kv_cache_groups
-    specs = [group.kv_cache_spec for group in groups]
-    if tokens == request.num_computed_tokens or any(isinstance(spec, MambaSpec) for spec in specs):
+    tokens = tokens_kept(scheduler, request)
+    if tokens == request.num_computed_tokens:
         return block_ids
+    specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     parallel = scheduler.vllm_config.parallel_config
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     return tuple(

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
+from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
@@ -176,9 +177,14 @@ def _engine_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) ->
 def _coverage_problem(
     scheduler: NixlConnectorScheduler, request: Request, params: CheckedParams
 ) -> Problem | None:
-    """Too few blocks for the prompt. A worker that reads would run into that, and stop."""
-    if scheduler._has_mamba or not asks_for_blocks(params):
+    """Too few blocks for the prompt. A worker that reads would run into that, and stop.
+
+    Or of a hybrid, no state: a stock P of 0.19.x names the null block in its place.
+    """
+    if not asks_for_blocks(params):
         return None
+    if scheduler._has_mamba:
+        return _state_problem(scheduler, params)
     tokens = len(request.prompt_token_ids or ())
     if not params.get("do_remote_prefill"):
         tokens = min(tokens, params.get("remote_num_tokens") or 0)
@@ -191,6 +197,15 @@ def _coverage_problem(
         block_size=scheduler.block_size,
         ranks=parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size,
     )
+
+
+def _state_problem(scheduler: NixlConnectorScheduler, params: CheckedParams) -> Problem | None:
+    for ids, group in zip(
+        params["remote_block_ids"], scheduler.kv_cache_config.kv_cache_groups, strict=True
+    ):
+        if isinstance(group.kv_cache_spec, MambaSpec) and ids and not any(ids):
+            return Problem("remote_block_ids", "names no state")
+    return None
 
 
 def short_group(

@@ -35,13 +35,16 @@ def side(*groups: GroupKind, ranks: int = 1) -> Any:  # noqa: ANN401 - NIXL's pa
     ("computed", "tokens", "expected"), [(44, 45, 44), (45, 45, 44), (49, 45, 44), (30, 45, 30)]
 )
 def test_all_but_the_last_token(computed: int, tokens: int, expected: int) -> None:
-    assert kept.tokens_kept(request(computed, tokens)) == expected
-    assert kept.tokens_kept(request(computed, tokens, do_remote_prefill=False)) == expected
+    scheduler = side("full")
+    assert kept.tokens_kept(scheduler, request(computed, tokens)) == expected
+    assert (
+        kept.tokens_kept(scheduler, request(computed, tokens, do_remote_prefill=False)) == expected
+    )
 
 
 def test_a_prefill_says_all_that_it_has_computed() -> None:
     of_p = request(49, 45, do_remote_decode=True)
-    assert kept.tokens_kept(of_p) == 49
+    assert kept.tokens_kept(side("full"), of_p) == 49
     assert kept.blocks_kept(side("full"), of_p, BLOCKS[:1]) == BLOCKS[:1]
 
 
@@ -79,5 +82,8 @@ def test_what_was_encoded_goes_by_no_tokens() -> None:
     assert kept.blocks_kept(scheduler, request(33, 33), BLOCKS) == ([1, 2], BLOCKS[1])
 
 
-def test_states_go_by_what_was_computed() -> None:
-    assert kept.blocks_kept(side("full", "mamba"), request(49, 49), BLOCKS) == BLOCKS
+def test_states_are_those_after_what_was_computed() -> None:
+    """And so is the number of tokens: P goes on from there, and a state has no token twice."""
+    hybrid = side("full", "mamba")
+    assert kept.tokens_kept(hybrid, request(49, 49)) == 49
+    assert kept.blocks_kept(hybrid, request(49, 49), BLOCKS) == BLOCKS

@@ -199,8 +199,7 @@ def test_a_prefill_goes_on_whatever_it_was_offered(caplog: pytest.LogCaptureFixt
     assert asks_for_blocks(params)
 
 
-@pytest.mark.skipif(since("0.21.0"), reason="from then on a prefill server may read")
-def test_what_a_prefill_server_is_offered_is_nothing_to_it_before_it_can_read() -> None:
+def test_what_a_prefill_server_is_offered_is_nothing_to_it_unless_it_is_set_up_to_read() -> None:
     """A router may have left it of an answer, and be right."""
     engine = IdleEngine()
     for req_id in ("first", "second"):
@@ -268,6 +267,15 @@ def test_a_stand_in_was_counted_by_the_handler_that_refused_its_request() -> Non
 
     assert look() == look(abort_immediately=False) == {"PARAMS_REFUSED": 1}
     assert look(abort_immediately=True) == {}
+
+
+@pytest.mark.skipif(since("0.24.0"), reason="a P that names none is of 0.19.x or before")
+@pytest.mark.parametrize(("states", "received"), [([0, 0, 0], False), ([0, 0, 9], True)])
+def test_a_hybrid_does_not_go_on_from_no_state(states: list[int], received: bool) -> None:
+    engine = IdleEngine(groups=("full", "mamba"))
+    connect(engine.worker, "P")
+    engine.ask("asked", PROMPT, [[1, 2, 3], states])
+    assert ("asked" not in engine.step().computed) is received
 
 
 LENGTHS = [1, 15, 16, 17, 33, 48]
