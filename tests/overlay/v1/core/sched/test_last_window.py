@@ -205,7 +205,9 @@ def kept(
 ) -> dict[str, object]:
     """Return what the KV-cache manager of P is asked to give up."""
     asked: list[dict[str, object]] = []
-    request = SimpleNamespace(num_prompt_tokens=LOST, kv_transfer_params=params)
+    request = SimpleNamespace(
+        num_prompt_tokens=LOST, num_computed_tokens=LOST, kv_transfer_params=params
+    )
     scheduler: Any = SimpleNamespace(
         connector=connector or NixlPullConnector(),
         requests={"asked": request} if known else {},
@@ -250,9 +252,11 @@ def test_a_client_that_leaves_d_frees_no_block_that_is_read_into(length: int) ->
     assert read_into <= engine.step().reusable
 
 
-def test_so_is_what_states_are_beside() -> None:
+@pytest.mark.parametrize("computed", [LOST - 1, LOST, LOST + 1])
+def test_of_states_p_keeps_the_one_after_what_it_has_computed(computed: int) -> None:
     spec = MambaSpec(block_size=16, shapes=((1,),), dtypes=(torch.float16,))
-    assert kept(groups=(SimpleNamespace(kv_cache_spec=spec),)) == {"total_computed_tokens": LOST}
+    found = kept(computed=computed, groups=(SimpleNamespace(kv_cache_spec=spec),))
+    assert found == {"total_computed_tokens": min(computed, LOST)}
 
 
 def test_so_is_what_nobody_knows() -> None:

@@ -245,22 +245,36 @@ def apply_prefix_caching(
     if len(local_block_ids) == 1 and len(local_block_ids[0]) == len(remote_block_ids[0]):
         return local_block_ids, remote_block_ids
     groups = enumerate(zip(local_block_ids, remote_block_ids, strict=True))
-    cut = [_cut(worker, i, *lists, remote_physical_per_logical) for i, lists in groups]
+    cut = [
+        _cut(worker, i, ours, remote_block_ids, remote_physical_per_logical)
+        for i, (ours, _) in groups
+    ]
     return [ours for ours, _ in cut], [theirs for _, theirs in cut]
 
 
 def _cut(
-    worker: NixlConnectorWorker, group: int, ours: list[int], theirs: list[int], ratio: int
+    worker: NixlConnectorWorker,
+    group: int,
+    ours: list[int],
+    remote_block_ids: BlockIds,
+    ratio: int,
 ) -> tuple[list[int], list[int]]:
     """Cut the lists of one group; see `apply_prefix_caching`."""
+    theirs = remote_block_ids[group]
     if len(ours) == len(theirs):
         return ours, theirs
     own = worker._physical_blocks_per_logical_kv_block
     surplus = len(theirs) - len(ours)
-    if isinstance(worker.kv_cache_config.kv_cache_groups[group].kv_cache_spec, MambaSpec):
+    spec = worker.kv_cache_config.kv_cache_groups[group].kv_cache_spec
+    if isinstance(spec, MambaSpec):
         # A state is whole or worthless, and stands last: where P caches prefixes, null blocks in
         # front of it stand for the rest of the prompt. Ours are left out before they come here.
-        if surplus > 0 and set(theirs[:surplus]) == {NULL_BLOCK}:
+        # A P that guesses may still have the state before it, in one more.
+        front = set(theirs[: max(0, surplus)])
+        before = set(theirs[: max(0, surplus - 1)])
+        if front == {NULL_BLOCK} or (
+            before == {NULL_BLOCK} and _guesses_alike(worker, spec, theirs, remote_block_ids, ratio)
+        ):
             return ours, theirs[surplus:]
     elif not worker._has_mamba or ratio == own:
         if surplus > 0:
@@ -272,6 +286,23 @@ def _cut(
         f"KV-cache group {group} has {len(ours)} local and {len(theirs)} remote blocks, which do "
         f"not hold the same prompt (kernel blocks in a logical block: local {own}, remote {ratio})"
     )
+
+
+def _guesses_alike(
+    worker: NixlConnectorWorker,
+    spec: MambaSpec,
+    theirs: list[int],
+    remote_block_ids: BlockIds,
+    ratio: int,
+) -> bool:
+    """Whether P, which caches prefixes, has as many slots for guesses as we have, without a word.
+
+    In front of them it has one for each logical block of the prompt, as layers have that keep all
+    of it.
+    """
+    groups = zip(worker.kv_cache_config.kv_cache_groups, remote_block_ids, strict=True)
+    whole = [len(ids) for one, ids in groups if is_made_of(one.kv_cache_spec, FullAttentionSpec)]
+    return len(theirs) == max(whole, default=0) // ratio + spec.num_speculative_blocks
 
 
 def pair_smaller_blocks(

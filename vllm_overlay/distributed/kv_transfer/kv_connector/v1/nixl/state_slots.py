@@ -47,7 +47,9 @@ def states_only(scheduler: _Scheduler, params: dict[str, Any], block_ids: BlockI
     for group, spec in specs.items():
         first = 0 if spec.mamba_cache_mode == "all" else -1
         ours[group] = _without(ours[group], spec.num_speculative_blocks)[first:]
-        theirs[group] = _without(theirs[group], scratch)[first:]
+        # Where P speculates it keeps the state before the last one, if its prompt's last few tokens
+        # begin a block: more than D may ask for.
+        theirs[group] = _without(theirs[group], scratch)[-len(ours[group]) or first :]
     params["remote_block_ids"] = theirs
     return type(block_ids)(ours)
 

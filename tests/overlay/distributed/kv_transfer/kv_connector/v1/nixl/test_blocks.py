@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
+from tests.support.hybrid_engine import states
 from tests.support.kv_landing import Deployment, Engines
 from tests.support.nixl_release import NixlAgentMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import GroupKind, make_worker, nixl_of, peer_metadata
@@ -184,6 +185,18 @@ class TestApplyPrefixCaching:
         # With speculative decoding there are blocks behind the state, as many on both sides.
         local, remote = [[1, 2], [7, 8, 9]], [[5, 6], [0, 3, 4, 5]]
         assert worker._apply_prefix_caching(local, remote, 2) == (local, [[5, 6], [3, 4, 5]])
+
+    def test_the_state_before_it_of_a_server_that_guesses_as_we_do(self) -> None:
+        with states(16, mode="none", guesses=2):
+            worker = make_worker(groups=("full", "mamba"), block_size=8, kernel_block_size=4)
+        local, attention = [[1, 2, 3, 4, 5, 6], [7, 8, 9]], [1, 2, 3, 4, 5, 6]
+        for named, paired in [([0, 1, 2, 3, 4], [2, 3, 4]), ([0, 0, 2, 3, 4], [2, 3, 4])]:
+            found = worker._apply_prefix_caching(local, [attention, named], 2)
+            assert found == (local, [attention, paired])
+        # One that guesses another number, or does not cache prefixes: any of them may be the state.
+        for named in ([0, 0, 1, 2, 3, 4], [5, 1, 2, 3, 4], [0, 5, 1, 2, 3, 4]):
+            with pytest.raises(ValueError, match="do not hold the same prompt"):
+                worker._apply_prefix_caching(local, [attention, named], 2)
 
     @pytest.mark.parametrize(
         ("groups", "local", "remote", "ratio"),

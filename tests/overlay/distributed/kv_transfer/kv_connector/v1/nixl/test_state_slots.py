@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.regressions import test_50153
 from tests.regressions.test_50153 import (
     GUESSES,
     last_state,
@@ -75,6 +76,23 @@ def test_states_that_go_by_position_are_all_read(guesses: tuple[int, int]) -> No
     params = prefilled(p)
     theirs = params["remote_block_ids"][1][:3]
     assert received(p, d, params)[:3] == [{slot} for slot in theirs]
+
+
+@pytest.mark.parametrize("said", [True, False])
+@pytest.mark.parametrize("modes", [("all", "all"), ("all", "none")], ids="-".join)
+def test_the_state_before_the_last_one_is_not_taken_for_it(
+    modes: tuple[str, str], said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """P still has it: of the prompt's third block there are no more tokens than P may guess."""
+    monkeypatch.setattr(test_50153, "TOKENS", 35)
+    p = engine_of(PrefillEngine, mode=modes[0], guesses=2)
+    d = engine_of(DecodeEngine, mode=modes[1], guesses=2)
+    params = prefilled(p)
+    *_, last, _, _ = params["remote_block_ids"][1]
+    if not said:
+        del params[FIELD]
+    got = received(p, d, params)
+    assert got[last_state(modes[1])] == {last}
 
 
 @pytest.mark.parametrize("mode", ["none", "align", "all"])
