@@ -244,23 +244,19 @@ def apply_prefix_caching(
     # Most receives: one group, no prefix hit.
     if len(local_block_ids) == 1 and len(local_block_ids[0]) == len(remote_block_ids[0]):
         return local_block_ids, remote_block_ids
-    groups = enumerate(zip(local_block_ids, remote_block_ids, strict=True))
-    cut = [
-        _cut(worker, i, ours, remote_block_ids, remote_physical_per_logical)
-        for i, (ours, _) in groups
-    ]
+    pairs = list(zip(local_block_ids, remote_block_ids, strict=True))
+    cut = [_cut(worker, i, pairs, remote_physical_per_logical) for i in range(len(pairs))]
     return [ours for ours, _ in cut], [theirs for _, theirs in cut]
 
 
 def _cut(
     worker: NixlConnectorWorker,
     group: int,
-    ours: list[int],
-    remote_block_ids: BlockIds,
+    pairs: Sequence[tuple[list[int], list[int]]],
     ratio: int,
 ) -> tuple[list[int], list[int]]:
     """Cut the lists of one group; see `apply_prefix_caching`."""
-    theirs = remote_block_ids[group]
+    ours, theirs = pairs[group]
     if len(ours) == len(theirs):
         return ours, theirs
     own = worker._physical_blocks_per_logical_kv_block
@@ -272,9 +268,8 @@ def _cut(
         # A P that guesses may still have the state before it, in one more.
         front = set(theirs[: max(0, surplus)])
         before = set(theirs[: max(0, surplus - 1)])
-        if front == {NULL_BLOCK} or (
-            before == {NULL_BLOCK} and _guesses_alike(worker, spec, theirs, remote_block_ids, ratio)
-        ):
+        alike = len(theirs) - spec.num_speculative_blocks == _blocks_of_prompt(worker, pairs, ratio)
+        if front == {NULL_BLOCK} or (before == {NULL_BLOCK} and alike):
             return ours, theirs[surplus:]
     elif not worker._has_mamba or ratio == own:
         if surplus > 0:
@@ -288,21 +283,23 @@ def _cut(
     )
 
 
-def _guesses_alike(
-    worker: NixlConnectorWorker,
-    spec: MambaSpec,
-    theirs: list[int],
-    remote_block_ids: BlockIds,
-    ratio: int,
-) -> bool:
-    """Whether P, which caches prefixes, has as many slots for guesses as we have, without a word.
+def _blocks_of_prompt(
+    worker: NixlConnectorWorker, pairs: Sequence[tuple[list[int], list[int]]], ratio: int
+) -> int | None:
+    """How many logical blocks a prompt takes, if P and we ask for equally many of all of it.
 
-    In front of them it has one for each logical block of the prompt, as layers have that keep all
-    of it.
+    So long is P's list of states, if it caches prefixes, before its slots for guesses. Of attention
+    a P that guesses may name one block too many, and we may have some in our prefix cache.
     """
-    groups = zip(worker.kv_cache_config.kv_cache_groups, remote_block_ids, strict=True)
-    whole = [len(ids) for one, ids in groups if is_made_of(one.kv_cache_spec, FullAttentionSpec)]
-    return len(theirs) == max(whole, default=0) // ratio + spec.num_speculative_blocks
+    own = worker._physical_blocks_per_logical_kv_block
+    groups = zip(worker.kv_cache_config.kv_cache_groups, pairs, strict=True)
+    counts = {
+        count
+        for group, (ours, theirs) in groups
+        if is_made_of(group.kv_cache_spec, FullAttentionSpec)
+        for count in (len(ours) // own, len(theirs) // ratio)
+    }
+    return counts.pop() if len(counts) == 1 else None
 
 
 def pair_smaller_blocks(

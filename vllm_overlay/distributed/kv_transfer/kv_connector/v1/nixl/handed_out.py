@@ -26,9 +26,10 @@ def computed_blocks(
 ) -> BlockIds:
     """Return of a finished request's blocks, a list for each group, those with computed tokens.
 
-    With context parallelism each rank has a share of a block's tokens. States do not go by tokens.
-    Of a request that says nothing of what was computed all are named, as on stock. The scheduler's
-    own have blocks only as long as they have computed tokens, and are handed out when they sampled.
+    With context parallelism each rank has a share of a block's tokens. States do not go by tokens,
+    unless each block has one (mamba_cache_mode "all"); then slots for guesses follow. Of a request
+    that says nothing of what was computed all are named, as on stock. The scheduler's own have
+    blocks only as long as they have computed tokens, and are handed out when they sampled.
     """
     if not request.num_computed_tokens:
         return block_ids
@@ -36,11 +37,17 @@ def computed_blocks(
     ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
     return tuple(
-        ids
+        _states(spec, ids, request)
         if isinstance(spec, MambaSpec)
         else ids[: cdiv(request.num_computed_tokens, spec.block_size * ranks)]
         for ids, spec in zip(block_ids, specs, strict=False)
     )
+
+
+def _states(spec: MambaSpec, ids: list[int], request: Request) -> list[int]:
+    if spec.mamba_cache_mode != "all":
+        return ids
+    return ids[: cdiv(request.num_computed_tokens, spec.block_size) + spec.num_speculative_blocks]
 
 
 def computed_blocks_for_eagle(

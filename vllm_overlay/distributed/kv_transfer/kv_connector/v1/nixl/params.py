@@ -172,10 +172,9 @@ def without_unread(params: object, *, reads_back: bool = False) -> object:
     It prefills whatever they are: a router may have left them of an answer, and most servers never
     look.
     """
-    if not isinstance(params, dict) or not params.get("remote_block_ids"):
+    if not isinstance(params, dict) or params.get("do_remote_prefill") or reads_back:
         return params
-    reads = reads_back or params.get("do_remote_prefill")
-    return params if reads else {**params, "remote_block_ids": None}
+    return {**params, "remote_block_ids": None} if asks_for_blocks(params) else params
 
 
 def peer_problem(params: dict[str, Any]) -> Problem | None:

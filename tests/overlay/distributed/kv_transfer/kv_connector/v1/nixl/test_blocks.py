@@ -197,6 +197,10 @@ class TestApplyPrefixCaching:
         for named in ([0, 0, 1, 2, 3, 4], [5, 1, 2, 3, 4], [0, 5, 1, 2, 3, 4]):
             with pytest.raises(ValueError, match="do not hold the same prompt"):
                 worker._apply_prefix_caching(local, [attention, named], 2)
+        # So it is where attention does not tell how long the prompt is: P names a block too many.
+        for more in ([0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4]):
+            with pytest.raises(ValueError, match="do not hold the same prompt"):
+                worker._apply_prefix_caching(local, [[*attention, 7, 8], more], 2)
 
     @pytest.mark.parametrize(
         ("groups", "local", "remote", "ratio"),

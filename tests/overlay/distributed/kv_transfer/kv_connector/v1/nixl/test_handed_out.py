@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.decode_engine import TOKEN
+from tests.support.hybrid_engine import states
 from tests.support.nixl_release import NixlConnectorScheduler
 from tests.support.nixl_worker import make_kv_cache_config
 from tests.support.prefill_engine import PrefillEngine
@@ -52,6 +53,15 @@ def named(tokens: int, *groups: Any, ranks: int = 1, blocks: Any = None) -> Any:
 def test_blocks_with_tokens_are_named(tokens: int, expected: list[int]) -> None:
     assert named(tokens, "full") == (expected,)
     assert named(tokens, "sliding") == (expected,)
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("all", [1, 2, 3]), ("align", BLOCKS)])
+def test_behind_the_last_of_all_states_only_slots_for_guesses(
+    mode: str, expected: list[int]
+) -> None:
+    with states(16, mode=mode, guesses=1):
+        assert named(17, "full", "mamba") == ([1, 2], expected)
+        assert named(64, "full", "mamba") == (BLOCKS, BLOCKS)
 
 
 def test_where_nothing_is_said_of_tokens_all_blocks_are_named_as_on_stock() -> None:
