@@ -286,18 +286,19 @@ def _cut(
 def _blocks_of_prompt(
     worker: NixlConnectorWorker, pairs: Sequence[tuple[list[int], list[int]]], ratio: int
 ) -> int | None:
-    """How many logical blocks a prompt takes, if P and we ask for equally many of all of it.
+    """How many logical blocks a prompt takes, if P's are like ours and we ask for equally many.
 
     So long is P's list of states, if it caches prefixes, before its slots for guesses. Of attention
     a P that guesses may name one block too many, and we may have some in our prefix cache.
     """
     own = worker._physical_blocks_per_logical_kv_block
-    groups = zip(worker.kv_cache_config.kv_cache_groups, pairs, strict=True)
+    if ratio != own:
+        return None
     counts = {
-        count
-        for group, (ours, theirs) in groups
+        len(ids) // own
+        for group, pair in zip(worker.kv_cache_config.kv_cache_groups, pairs, strict=True)
         if is_made_of(group.kv_cache_spec, FullAttentionSpec)
-        for count in (len(ours) // own, len(theirs) // ratio)
+        for ids in pair
     }
     return counts.pop() if len(counts) == 1 else None
 

@@ -201,6 +201,9 @@ class TestApplyPrefixCaching:
         for more in ([0, 1, 2, 3, 4], [0, 0, 1, 2, 3, 4]):
             with pytest.raises(ValueError, match="do not hold the same prompt"):
                 worker._apply_prefix_caching(local, [[*attention, 7, 8], more], 2)
+        # Or its blocks are of another size.
+        with pytest.raises(ValueError, match="do not hold the same prompt"):
+            worker._apply_prefix_caching(local, [[*attention, 7, 8, 9], [0, 1, 2, 3, 4]], 3)
 
     @pytest.mark.parametrize(
         ("groups", "local", "remote", "ratio"),
