@@ -39,12 +39,15 @@ PROFILES = (
     "full",
     "states",
     "prefixes",
+    "slots",
+    "blockwise",
     "crowded",
     "lookahead",
     "guesses",
     "restarts",
     "refusals",
     "turns",
+    "slot_turns",
     "all",
 )
 """Of tests/simulation/history.py, which needs vLLM to be imported."""

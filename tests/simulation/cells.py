@@ -1,7 +1,7 @@
 """A rank's KV caches as a model's kernels see them: a cell for each token, head, K and V.
 
-A recurrent state has cells too, which hold what is made of the last token that it has seen; they
-are in the block of that token.
+A recurrent state has cells too, which hold what is made of the last token that it has seen; in
+which of its blocks they are the model runner knows (`slots.py`).
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ class Cells:
     Attributes:
         windows: for each KV-cache group how many tokens back its layers look; infinitely far if
             they look at all.
+        states: the groups that keep states.
     """
 
     def __init__(self, worker: NixlConnectorWorker, rank: int) -> None:
         self._layers: list[list[tuple[Numbers, Numbers]]] = []
         self.windows: list[float] = []
-        self._states: set[int] = set()
+        self.states: set[int] = set()
         self._blocks: list[int] = []
         groups = worker.kv_cache_config.kv_cache_groups
         has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
@@ -40,7 +41,7 @@ class Cells:
             caches = [worker.device_kv_caches[name] for name in group.layer_names]
             if isinstance(spec, MambaSpec):
                 states = [state for cache in caches for state in states_in(cache, spec)]
-                self._states.add(len(self._layers))
+                self.states.add(len(self._layers))
                 self.windows.append(math.inf)
                 self._layers.append([_state(state, rank, i) for i, state in enumerate(states)])
                 continue
@@ -58,7 +59,6 @@ class Cells:
 
     def write(self, group: int, table: list[int], start: int, kv: Numbers) -> None:
         """Write the KV of tokens from position `start` on; `table` are the request's blocks."""
-        start, kv = self._kept(group, start, kv)
         blocks, slots = self._places(group, table, start, len(kv))
         for view, marks in self._layers[group]:
             view[blocks, slots] = kv[:, None, None, None] ^ marks
@@ -67,7 +67,6 @@ class Cells:
         self, group: int, table: list[int], start: int, kv: Numbers
     ) -> tuple[int, int, int] | None:
         """Position, block and number of the first token from `start` whose KV is not `kv`."""
-        start, kv = self._kept(group, start, kv)
         blocks, slots = self._places(group, table, start, len(kv))
         for view, marks in self._layers[group]:
             found = view[blocks, slots] ^ marks
@@ -78,16 +77,25 @@ class Cells:
                 return start + at, int(blocks[at]), int(odd[0])
         return None
 
-    def _kept(self, group: int, start: int, kv: Numbers) -> tuple[int, Numbers]:
-        """Of tokens from position `start` on, those that the group's caches keep."""
-        return (start + len(kv) - 1, kv[-1:]) if group in self._states else (start, kv)
+    def write_state(self, group: int, block: int, kv: np.uint64) -> None:
+        """Write the state after a token."""
+        self.write(group, [block], 0, np.array([kv], dtype=np.uint64))
+
+    def copy_state(self, group: int, source: int, target: int) -> None:
+        """Copy a state from one block to another."""
+        for view, _ in self._layers[group]:
+            view[target] = view[source]
+
+    def wrong_state(
+        self, group: int, block: int, position: int, kv: Numbers
+    ) -> tuple[int, int, int] | None:
+        """As `wrong`, of a state, which should be the one after the token at `position`."""
+        wrong = self.wrong(group, [block], 0, kv)
+        return wrong and (position, *wrong[1:])
 
     def _places(self, group: int, table: list[int], start: int, count: int) -> tuple[Any, Any]:
         positions, tokens = np.arange(start, start + count), self._blocks[group]
-        slots = positions % tokens
-        if group in self._states:  # one for the whole block
-            slots = np.zeros_like(slots)
-        return np.asarray(table)[positions // tokens], slots
+        return np.asarray(table)[positions // tokens], positions % tokens
 
 
 def _layer(

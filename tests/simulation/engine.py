@@ -41,9 +41,10 @@ from vllm.v1.worker import kv_connector_model_runner_mixin as runner
 from tests.simulation.cells import Cells
 from tests.simulation.clock import Clock, Place
 from tests.simulation.side_channel import Listener
+from tests.simulation.slots import Mode, Slots, Span
 from tests.simulation.text import WRONG, Text
 from tests.simulation.wire import Agent, Wire
-from tests.support.hybrid_engine import WHOLE, states
+from tests.support.hybrid_engine import WHOLE, speculate, states
 from tests.support.nixl_release import NixlConnectorScheduler, connector_module
 from tests.support.nixl_worker import GroupKind, make_worker
 from tests.support.offering import introduce
@@ -67,13 +68,14 @@ class Shape:
         blocks: of the cache, with the null block.
         budget: tokens in a step at most.
         asynchronous: a step is scheduled while another is in flight.
-        lookahead: slots that a speculative decoder wants beyond a request's tokens.
+        lookahead: slots that a speculative decoder wants beyond a request's tokens. With states
+            it is as the configuration says, a draft model's; else the scheduler alone is told.
         guesses: whether it fills them, with guesses of which the first are right, or none.
         edge: also the oldest token of a sliding window is looked at. Where the whole prompt was
             received, releases have given its block up by then: docs/simulation.md.
         keeps: seconds for which D keeps the blocks of what it has answered, for P to read in a
             second turn; None for transfers in one direction. From 0.21.0 on, which have both.
-        aligned: states are kept for each block, and prefixes with them (`mamba_cache_mode` align).
+        mode: how states are kept (`mamba_cache_mode`); prefixes with them, if not "none".
     """
 
     ranks: int = 1
@@ -90,7 +92,7 @@ class Shape:
     guesses: bool = False
     edge: bool = False
     keeps: int | None = None
-    aligned: bool = False
+    mode: Mode = "none"
 
     @property
     def states(self) -> bool:
@@ -100,7 +102,7 @@ class Shape:
     @property
     def state_tokens(self) -> int:
         """Tokens in a block of states; of all, where a sequence has one block for them."""
-        return self.block_size if self.aligned else WHOLE
+        return WHOLE if self.mode == "none" else self.block_size
 
     @property
     def extra_config(self) -> dict[str, Any]:
@@ -134,6 +136,7 @@ class Work:
         guesses: of the tokens from `end` on; -1 where the scheduler does not know them.
         before: the same request's part of a step that was in flight then. The scheduler counts as
             if all that it guesses were right.
+        fresh: it was not in the step before, or was preempted since.
         rejected: how many of `guesses` were not, once it has been computed.
     """
 
@@ -144,12 +147,19 @@ class Work:
     samples: bool
     guesses: list[int]
     before: Work | None
+    fresh: bool
     rejected: int = 0
 
     @property
     def late(self) -> int:
         """How many positions before `start` it begins, once `before` has been computed."""
         return self.before.rejected if self.before else 0
+
+    @property
+    def span(self) -> Span:
+        """What it computes, once `before` has been computed."""
+        end = self.end + len(self.guesses)
+        return Span(self.start - self.late, end - self.late, len(self.guesses))
 
 
 @dataclass
@@ -218,6 +228,8 @@ class Engine:
         self.stepped = False
         self._awaits = False
         self._guessed: dict[str, list[int]] = {}
+        self._slots = Slots(shape.mode, shape.state_tokens)
+        self._tables: dict[str, tuple[list[int], ...]] = {}
         self.listener: Listener
         clock = around.clock
         places = [Place(name, rank) for rank in range(shape.ranks)]
@@ -245,8 +257,8 @@ class Engine:
             agents.append(around.wire.agent(place))
             return agents[-1]
 
-        mode = "align" if shape.aligned else "none"
-        with around.clock.at(place), states(shape.state_tokens, mode=mode):
+        slots = states(shape.state_tokens, mode=shape.mode, guesses=shape.lookahead)
+        with around.clock.at(place), slots:
             worker = make_worker(
                 engine_id=self.engine_id,
                 tp_size=shape.ranks,
@@ -257,10 +269,13 @@ class Engine:
                 num_blocks=shape.blocks,
                 policy=shape.policy,
                 # Of states not by default.
-                prefix_caching=not shape.states or shape.aligned,
+                prefix_caching=not shape.states or shape.mode != "none",
                 extra_config=shape.extra_config,
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
+            if shape.states and shape.lookahead:
+                speculate(worker.vllm_config, shape.lookahead)
+                worker.vllm_config.speculative_config.method = "mtp"
             kind = type(worker).__name__
             with mock.patch.object(connector_module, kind, lambda *_: worker):
                 connector = connector_module.NixlConnector(
@@ -273,8 +288,7 @@ class Engine:
         shape, first = self.shape, self.ranks[0].worker
         config = first.vllm_config
         config.cache_config.num_gpu_blocks = shape.blocks
-        if shape.aligned:
-            config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_cache_mode = shape.mode
         config.scheduler_config.max_num_batched_tokens = shape.budget
         # A CPU platform turns it off for latent caches; what is simulated is none.
         config.scheduler_config.enable_chunked_prefill = True
@@ -291,7 +305,7 @@ class Engine:
                 # The largest of a group.
                 block_size=shape.state_tokens if shape.states else shape.block_size,
             )
-        if shape.lookahead:
+        if shape.lookahead and not shape.states:
             # As for EAGLE. With a draft model D would reserve such slots while it loads, too, from
             # 0.23.0 on (#46694), and `speculative_config` would say so.
             scheduler.num_lookahead_tokens = shape.lookahead
@@ -435,22 +449,29 @@ class Engine:
         decided: Any = self._enter("schedule", self.scheduler.schedule)
         for req_id, meta in getattr(decided.kv_connector_metadata, "reqs_to_recv", {}).items():
             self.asked[req_id] += any(meta.local_block_ids)
+        for req_id in decided.finished_req_ids:
+            self._slots.forget(req_id)
+            self._tables.pop(req_id, None)
         work = []
         for req_id, count in decided.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
             guesses = list(decided.scheduled_spec_decode_tokens.get(req_id, ()))
             start = request.num_computed_tokens - count
             end = start + count - len(guesses)
-            tables = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+            if end <= start:
+                odd = ValueError(f"{len(guesses)} guesses among {count} tokens")
+                raise DiedError(self.name, "a step") from odd
+            fresh = self._is_fresh(decided, req_id)
             work.append(
                 Work(
                     req_id,
-                    tuple(list(table) for table in tables),
+                    self._table(req_id, fresh=fresh),
                     start,
                     end,
                     end >= request.num_tokens,
                     guesses,
                     self._in_flight(req_id, start),
+                    fresh,
                 )
             )
         said = " ".join(f"{w.req_id}[{w.start}:{w.end}]" for w in work)
@@ -458,6 +479,28 @@ class Engine:
             self.around.note(self.name, f"schedules {said}")
         reports = [self._execute(rank, decided) for rank in self.ranks]
         self.steps.appendleft(Step(decided, work, reports))
+
+    @staticmethod
+    def _is_fresh(decided: Any, req_id: str) -> bool:  # noqa: ANN401
+        new = (each.req_id for each in decided.scheduled_new_reqs)
+        return req_id in {*new, *decided.scheduled_cached_reqs.resumed_req_ids}
+
+    def _table(self, req_id: str, *, fresh: bool) -> tuple[list[int], ...]:
+        """A request's blocks, of each group, as the runner knows them.
+
+        It hears of new blocks, not of those that were given up: what a state is copied from may be.
+        Of attention that is no less than the scheduler's, and whoever looks there has gone wrong.
+        """
+        tables = tuple(map(list, self.scheduler.kv_cache_manager.get_block_ids(req_id)))
+        if not fresh and self.shape.states:
+            earlier = self._tables[req_id]
+            for group in self.ranks[0].cells.states:
+                known = earlier[group]
+                tables[group][: len(known)] = [
+                    now or before for now, before in zip(tables[group], known, strict=False)
+                ]
+        self._tables[req_id] = tables
+        return tables
 
     def _in_flight(self, req_id: str, end: int) -> Work | None:
         """The part of a step whose output is not there, of a request of which it computes to `end`.
@@ -501,6 +544,8 @@ class Engine:
             return
         step.tokens = {}
         for work in step.work:
+            self._copy_states(work, self._slots.begin(work.req_id, work.span, fresh=work.fresh))
+        for work in step.work:
             start, end = work.start - work.late, work.end - work.late
             sound = self._attend(work, start)
             text = self.around.text_of(work.req_id)
@@ -511,7 +556,12 @@ class Engine:
             kv[first:] = ~kv[first:]  # of other tokens, or made of them
             for rank in self.ranks:
                 for group, table in enumerate(work.tables):
-                    rank.cells.write(group, table, start, kv)
+                    if group in rank.cells.states:
+                        for slot, position in self._slots.written(work.req_id, work.span):
+                            rank.cells.write_state(group, table[slot], kv[position - start])
+                    else:
+                        rank.cells.write(group, table, start, kv)
+            self._copy_states(work, self._slots.judge(work.req_id, work.span, right))
             if work.samples:
                 last = end + right
                 tokens = [text.token(position) for position in range(end, last + 1)]
@@ -520,6 +570,13 @@ class Engine:
                     self._guessed[work.req_id] = self._guess(text, last + 1)
         if step.work:
             self.around.note(self.name, "the model has run")
+
+    def _copy_states(self, work: Work, moves: list[tuple[int, int]]) -> None:
+        for rank in self.ranks:
+            for group in rank.cells.states:
+                table = work.tables[group]
+                for source, target in moves:
+                    rank.cells.copy_state(group, table[source], table[target])
 
     def _right(self, work: Work, text: Text, start: int) -> int:
         """How many of the guesses from `start` on are right before the first that is not."""
@@ -541,12 +598,19 @@ class Engine:
         text = self.around.text_of(work.req_id)
         for rank in self.ranks:
             for group, table in enumerate(work.tables):
-                window = rank.cells.windows[group] - (not self.shape.edge)
-                first = int(max(0, start + 1 - window))
+                if group in rank.cells.states:
+                    first = max(0, start - 1)
+                else:
+                    window = rank.cells.windows[group] - (not self.shape.edge)
+                    first = int(max(0, start + 1 - window))
                 if first >= start:
                     continue
                 kv = text.kv(first, start)
-                wrong = rank.cells.wrong(group, table, first, kv)
+                if group in rank.cells.states:
+                    block = table[self._slots.read(work.req_id, work.span)]
+                    wrong = rank.cells.wrong_state(group, block, first, kv)
+                else:
+                    wrong = rank.cells.wrong(group, table, first, kv)
                 if wrong is not None:
                     position, block, found = wrong
                     self.wrong.setdefault(

@@ -10,6 +10,7 @@ from typing import Any
 
 from tests.simulation.checks import FoundError, settle
 from tests.simulation.engine import Shape
+from tests.simulation.slots import Mode
 from tests.simulation.world import Event, Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
 
@@ -33,7 +34,8 @@ class Profile:
         refusals: calls that NIXL may refuse.
         lasting: engines that do not restart.
         keeps: see `Shape`.
-        aligned: see `Shape`, one of these for each engine.
+        modes: see `Shape`, one of these for each engine.
+        apart: each engine guesses as many tokens as it likes, not all the same.
     """
 
     events: int = 70
@@ -57,7 +59,8 @@ class Profile:
     refusals: tuple[str, ...] = ()
     lasting: tuple[str, ...] = ()
     keeps: int | None = None
-    aligned: tuple[bool, ...] = ()
+    modes: tuple[Mode, ...] = ("none",)
+    apart: bool = False
 
 
 QUIET: Mapping[str, float] = {
@@ -137,10 +140,37 @@ PROFILES: Mapping[str, Profile] = {
     "prefixes": profile_of(
         {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10},
         groups=(("full", "mamba"),),
-        aligned=(True, True, False),
+        modes=("align", "align", "none"),
         asynchronous=(False, True),
         blocks=(16, 40),
         p_blocks=(16, 80),
+        lengths=(2, 30),
+        jobs=12,
+        events=140,
+    ),
+    "slots": profile_of(
+        {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
+        groups=(("full", "mamba"),),
+        modes=("align", "align", "none"),
+        lookahead=(0, 1, 2, 3),
+        guesses=True,
+        apart=True,
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        blocks=(30, 50),
+        p_blocks=(30, 80),
+        lengths=(2, 30),
+        jobs=12,
+        events=140,
+    ),
+    "blockwise": profile_of(
+        {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
+        groups=(("full", "mamba"),),
+        modes=("all",),
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        blocks=(30, 50),
+        p_blocks=(30, 80),
         lengths=(2, 30),
         jobs=12,
         events=140,
@@ -188,6 +218,23 @@ PROFILES: Mapping[str, Profile] = {
         jobs=12,
         events=200,
     ),
+    "slot_turns": profile_of(
+        {"ask": 0.5, "again": 8, "fail": 0.5, "abort": 0.2, "tick": 20, "job": 8, "move": 8},
+        keeps=30,
+        times=(0.01, 0.2, 1.0, 9.0),
+        groups=(("full", "mamba"),),
+        modes=("align", "align", "none"),
+        lookahead=(0, 0, 1, 2),
+        guesses=True,
+        apart=True,
+        asynchronous=(False, True),
+        policies=("recompute", "fail"),
+        blocks=(60, 80),
+        p_blocks=(40, 60),
+        lengths=(1, 20),
+        jobs=12,
+        events=200,
+    ),
     "all": profile_of(
         {
             "abort": 1,
@@ -223,22 +270,23 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
     lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
 
     def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
-        aligned = bool(profile.aligned) and chance.choice(profile.aligned)
+        mode = chance.choice(profile.modes) if len(profile.modes) > 1 else profile.modes[0]
+        guessed = chance.choice(profile.lookahead) if profile.apart else lookahead
         return Shape(
             ranks=ranks,
             nodes=min(ranks, chance.choice(profile.nodes)),
-            blocks=chance.randint(*blocks) + (2 if lookahead else 0),
+            blocks=chance.randint(*blocks) + (2 if guessed else 0),
             budget=chance.choice((8, 16, 64)),
             seqs=chance.choice((2, 4, 8)),
             groups=groups,
             mla=mla,
             asynchronous=chance.choice(profile.asynchronous),
             policy=chance.choice(profile.policies),
-            lookahead=lookahead,
-            guesses=profile.guesses,
+            lookahead=guessed,
+            guesses=profile.guesses and bool(guessed),
             edge=edge,
             keeps=profile.keeps,
-            aligned=aligned,
+            mode=mode,
         )
 
     return Setting(

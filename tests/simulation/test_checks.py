@@ -63,7 +63,7 @@ def reading(world: World, number: int = 0) -> None:
         Setting((Shape(budget=8), Shape()), (Shape(seqs=1), Shape(policy="fail"))),
         Setting(decode=(Shape(lookahead=3, guesses=True),)),
         Setting(decode=(Shape(lookahead=3, guesses=True, asynchronous=True),)),
-        Setting((Shape(groups=HYBRID, aligned=True),), (Shape(groups=HYBRID),)),
+        Setting((Shape(groups=HYBRID, mode="align"),), (Shape(groups=HYBRID),)),
     ],
 )
 def test_nothing_is_found_where_nothing_goes_wrong(stage: Stage, setting: Setting) -> None:
