@@ -12,6 +12,7 @@ from vllm.utils.math_utils import cdiv
 from vllm.v1.outputs import ModelRunnerOutput
 
 from tests.support.decode_engine import TOKEN, DecodeEngine
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.overlapped_engine import STOP, OverlappedEngine
 from tests.support.two_way import two_way
@@ -94,3 +95,19 @@ def test_the_last_token_of_an_asynchronous_answer(prompt: int) -> None:
         if told:
             break
     assert is_of_the_answer(told["turn-1"], request.num_tokens)
+
+
+@pytest.mark.parametrize("right", [1, 2])
+def test_the_state_of_a_hybrid_that_guesses(right: int) -> None:
+    """A step leaves a state after each token, in a slot each."""
+    engine = two_way(engine_of(DecodeEngine, mode="none", guesses=2))
+    engine.guess(2)
+    told = offers(engine)
+    params = {"do_remote_prefill": False, "do_remote_decode": False}
+    request = engine.send("turn-1", range(20), params, max_tokens=2 + right)
+    step(engine, [TOKEN])
+    slots = engine.scheduler.kv_cache_manager.get_block_ids("turn-1")[1]
+    request.spec_token_ids = [TOKEN] * 2
+    step(engine, [TOKEN] * (1 + right))
+    _, named = told["turn-1"].get("remote_block_ids") or ((), ())
+    assert list(named) in ([], [slots[right]])

@@ -274,8 +274,7 @@ class Engine:
                 nixl={"NixlWrapper": agent, "nixl_agent_config": None},
             )
             if shape.states and shape.lookahead:
-                speculate(worker.vllm_config, shape.lookahead)
-                worker.vllm_config.speculative_config.method = "mtp"
+                speculate(worker.vllm_config, shape.lookahead, drafts=True)
             kind = type(worker).__name__
             with mock.patch.object(connector_module, kind, lambda *_: worker):
                 connector = connector_module.NixlConnector(

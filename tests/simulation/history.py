@@ -13,6 +13,7 @@ from tests.simulation.engine import Shape
 from tests.simulation.slots import Mode
 from tests.simulation.world import Event, Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
+from tests.support.release import since
 
 
 @dataclass(frozen=True)
@@ -166,7 +167,7 @@ PROFILES: Mapping[str, Profile] = {
     "blockwise": profile_of(
         {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
         groups=(("full", "mamba"),),
-        modes=("all",),
+        modes=("align" if since("0.33.0") else "all",),  # which 0.33.0 does not take any more
         asynchronous=(False, True),
         policies=("recompute", "fail"),
         blocks=(30, 50),

@@ -48,6 +48,7 @@ def engine_of(
     *,
     mode: str,
     guesses: int = 0,
+    drafts: bool = False,
     **config: Any,  # noqa: ANN401 - of `kind`
 ) -> _Engine:
     """An engine of a hybrid model.
@@ -57,6 +58,7 @@ def engine_of(
         mode: "none", one slot for the whole sequence; "align", a slot for each block of tokens, of
             which the last is kept; "all", which keeps each.
         guesses: tokens that it guesses in a step.
+        drafts: the scheduler knows of that, and that a draft model guesses them.
         config: further arguments of `kind`; with `prefix_caching`, prefixes of states too.
     """
     tokens = WHOLE if mode == "none" else 16
@@ -66,6 +68,8 @@ def engine_of(
         made = plain_worker(**words)
         if words["prefix_caching"]:
             made.vllm_config.cache_config.mamba_cache_mode = mode
+        if drafts:
+            speculate(made.vllm_config, guesses, drafts=True)
         return made
 
     def largest(scheduler: type[Scheduler], **words: Any) -> Scheduler:  # noqa: ANN401 - see above
@@ -87,8 +91,12 @@ def states_of(engine: DecodeEngine) -> KVCacheGroupSpec:
     return group
 
 
-def speculate(config: VllmConfig, guesses: int) -> None:
-    """Have what is made of a configuration guess so many tokens, in a way that needs no model."""
+def speculate(config: VllmConfig, guesses: int, *, drafts: bool = False) -> None:
+    """Have what is made of a configuration guess so many tokens, in a way that needs no model.
+
+    With `drafts` it says that a draft model of its own guesses them, which is none that is looked
+    for.
+    """
     config.speculative_config = SpeculativeConfig(
         method="ngram",
         prompt_lookup_max=2,
@@ -96,3 +104,5 @@ def speculate(config: VllmConfig, guesses: int) -> None:
         target_model_config=config.model_config,
         target_parallel_config=config.parallel_config,
     )
+    if drafts:
+        config.speculative_config.method = "mtp"

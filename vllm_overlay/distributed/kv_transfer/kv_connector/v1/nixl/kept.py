@@ -2,7 +2,8 @@
 """From 0.21.0 on: with transfers in both directions D keeps KV for P of tokens that were answered.
 
 D counts as computed what it guessed behind the end of an answer, if the model agreed, and under
-asynchronous scheduling the last token. P's next prompt goes on with other tokens there.
+asynchronous scheduling the last token. P's next prompt goes on with other tokens there. And of a
+hybrid that guesses it named a state that may be after fewer tokens, or more.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ _OF_ENCODER = CrossAttentionSpec | EncoderOnlyAttentionSpec
 """Their blocks go by what was encoded."""
 
 
+def keeps_nothing(scheduler: _Part, request: Request) -> bool:
+    """Whether D has nothing of a request that it has answered for P; then its workers forget it.
+
+    So where there are states and D guesses: a step leaves a state after each token that it
+    computes, in slots of which the model runner alone knows which one the next step goes on from.
+    """
+    asks = (request.kv_transfer_params or {}).get("do_remote_decode")
+    if asks or not any(spec.num_speculative_blocks for spec in _state_specs(scheduler)):
+        return False
+    scheduler._reqs_not_processed.add(request.request_id)
+    return True
+
+
 def tokens_kept(scheduler: _Part, request: Request) -> int:
     """Return of how many tokens of a finished request there is KV that its reader can use.
 
     On D all but the last: a template may leave the end of an answer out of what P is sent next.
     With states as on stock: they are those after all that was computed, and of no fewer tokens.
     """
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    has_states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
-    if has_states or (request.kv_transfer_params or {}).get("do_remote_decode"):
+    if _state_specs(scheduler) or (request.kv_transfer_params or {}).get("do_remote_decode"):
         return request.num_computed_tokens
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
@@ -58,6 +70,11 @@ def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # n
         else ids[: cdiv(tokens, spec.block_size * (ranks if _is_shared(spec) else 1))]
         for ids, spec in zip(block_ids, specs, strict=True)
     )
+
+
+def _state_specs(scheduler: _Part) -> list[MambaSpec]:
+    specs = (group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups)
+    return [spec for spec in specs if isinstance(spec, MambaSpec)]
 
 
 def _is_shared(spec: KVCacheSpec) -> bool:

@@ -10,6 +10,7 @@ import torch
 from vllm.v1.kv_cache_interface import CrossAttentionSpec
 
 from tests.support.decode_engine import DecodeEngine
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import GroupKind
 
 kept = pytest.importorskip(
@@ -87,3 +88,21 @@ def test_states_are_those_after_what_was_computed() -> None:
     hybrid = side("full", "mamba")
     assert kept.tokens_kept(hybrid, request(49, 49)) == 49
     assert kept.blocks_kept(hybrid, request(49, 49), BLOCKS) == BLOCKS
+
+
+@pytest.mark.parametrize("guesses", [0, 2])
+@pytest.mark.parametrize("mode", ["none", "align"])
+def test_a_hybrid_that_guesses_keeps_nothing(mode: str, guesses: int) -> None:
+    made = engine_of(DecodeEngine, mode=mode, guesses=guesses)
+    hybrid = vars(made.scheduler.connector)["connector_scheduler"]
+    asked = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
+    answered = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": False})
+    assert not kept.keeps_nothing(hybrid, asked)
+    assert not hybrid._reqs_not_processed
+    assert kept.keeps_nothing(hybrid, answered) == bool(guesses)
+    assert hybrid._reqs_not_processed == ({"r"} if guesses else set())
+
+
+def test_attention_is_kept_whoever_guesses() -> None:
+    answered = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": False})
+    assert not kept.keeps_nothing(side("full", "sliding"), answered)

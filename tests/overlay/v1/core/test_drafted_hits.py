@@ -1,0 +1,78 @@
+"""With a draft model every group's hit is as long as the one that counts; else all is as on stock."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import pytest
+from vllm.v1.kv_cache_interface import MambaSpec
+
+from tests.support.hybrid_engine import engine_of
+from tests.support.nixl_worker import GroupKind
+from tests.support.overlapped_engine import OverlappedEngine
+
+pytest.importorskip("vllm_overlay.v1.core.drafted_hits", reason="0.20.0 to 0.25.1")
+
+BLOCK = 16
+SHARED = [range(1000 * i, 1000 * i + 8 * BLOCK) for i in range(2)]
+
+
+def engine(groups: Sequence[GroupKind], *, drafts: bool) -> OverlappedEngine:
+    return engine_of(
+        OverlappedEngine,
+        groups=groups,
+        mode="align",
+        guesses=2,
+        drafts=drafts,
+        prefix_caching=True,
+        num_blocks=200,
+    )
+
+
+def found(made: OverlappedEngine, seed: int) -> list[list[int]]:
+    """Random prompts that begin like others; of each, how many tokens each group's hit is long, and
+    how many count."""
+    chance = Random(seed)  # noqa: S311 - repeatable is what it has to be
+    lengths = []
+    for i in range(12):
+        shared = SHARED[chance.randrange(2)][: chance.randrange(6 * BLOCK)]
+        own = range(10_000 + 100 * i, 10_000 + 100 * i + chance.randint(1, 40))
+        request = made.send(f"r{i}", [*shared, *own], None, max_tokens=1)
+        blocks, counted = made.scheduler.kv_cache_manager.get_computed_blocks(request)
+        lengths.append([*(len(group) * BLOCK for group in blocks.blocks), counted])
+        made.run(20)
+    return lengths
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_group_is_ahead_of_another(seed: int) -> None:
+    made = engine(("full", "mamba"), drafts=True)
+    lengths = found(made, seed)
+    assert all(len(set(of_one)) == 1 for of_one in lengths)
+    assert any(counted for *_, counted in lengths)
+    assert made.wrong == []
+
+
+@pytest.mark.parametrize(
+    ("groups", "drafts"), [(("full", "mamba"), False), (("full", "sliding"), True)]
+)
+def test_others_are_looked_up_as_on_stock(groups: Sequence[GroupKind], drafts: bool) -> None:
+    coordinator: Any = engine(groups, drafts=drafts).scheduler.kv_cache_manager.coordinator
+    patched = type(coordinator).verify_and_split_kv_cache_groups
+
+    def state(split: Any) -> tuple[object, ...]:  # noqa: ANN401 - a method
+        split(coordinator)
+        flags = getattr(coordinator, "eagle_attn_group_indices", None)
+        return coordinator.attention_groups, flags
+
+    assert state(patched) == state(patched.__wrapped__)
+
+
+def test_only_states_are_not_looked_up_further() -> None:
+    coordinator: Any = engine(("full", "mamba"), drafts=True).scheduler.kv_cache_manager.coordinator
+    further = getattr(coordinator, "eagle_attn_group_indices", None)
+    for i, group in enumerate(coordinator.attention_groups):
+        looks = i in further if further is not None else group.use_eagle
+        assert looks is not isinstance(group[0], MambaSpec)
