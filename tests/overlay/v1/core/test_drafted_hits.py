@@ -1,4 +1,4 @@
-"""With a draft model every group's hit is as long as the one that counts; else all is as on stock."""
+"""With a draft model all groups hit as long a prefix as counts; else all is as on stock."""
 
 from __future__ import annotations
 
