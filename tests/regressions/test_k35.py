@@ -17,15 +17,17 @@ OWN = range(500, 500 + BLOCK)
 
 
 @pytest.mark.parametrize("guesses", [1, 3])
-@pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])
-def test_a_prompt_that_begins_like_another(params: dict[str, Any] | None, guesses: int) -> None:
+@pytest.mark.parametrize(("params", "left_out"), [(TO_D, 1), (None, 0)], ids=["p", "d"])
+def test_a_prompt_that_begins_like_another(
+    params: dict[str, Any] | None, left_out: int, guesses: int
+) -> None:
+    """P leaves out a prompt's last token: D's state is the one before it."""
     engine = engine_of(
         OverlappedEngine, mode="align", guesses=guesses, drafts=True, prefix_caching=True
     )
-    earlier = range(4 * BLOCK)
-    engine.send("earlier", earlier, params, max_tokens=1)
+    engine.send("earlier", range(4 * BLOCK + left_out), params, max_tokens=1)
     engine.run(TURNS)
-    second = engine.send("second", [*earlier, *OWN], params, max_tokens=1)
+    second = engine.send("second", [*range(4 * BLOCK), *OWN], params, max_tokens=1)
     engine.run(TURNS)
     assert engine.finished["second"] == "length"
     assert engine.wrong == []
