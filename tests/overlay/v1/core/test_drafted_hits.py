@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from random import Random
 from typing import Any
 
 import pytest
-from vllm.v1.kv_cache_interface import MambaSpec
-
+from tests.support.decode_engine import DecodeEngine
 from tests.support.hybrid_engine import engine_of
-from tests.support.nixl_worker import GroupKind
 from tests.support.overlapped_engine import OverlappedEngine
 
 pytest.importorskip("vllm_overlay.v1.core.drafted_hits", reason="0.20.0 to 0.25.1")
@@ -19,10 +17,9 @@ BLOCK = 16
 SHARED = [range(1000 * i, 1000 * i + 8 * BLOCK) for i in range(2)]
 
 
-def engine(groups: Sequence[GroupKind], *, drafts: bool) -> OverlappedEngine:
+def engine(*, drafts: bool) -> OverlappedEngine:
     return engine_of(
         OverlappedEngine,
-        groups=groups,
         mode="align",
         guesses=2,
         drafts=drafts,
@@ -48,31 +45,25 @@ def found(made: OverlappedEngine, seed: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_group_is_ahead_of_another(seed: int) -> None:
-    made = engine(("full", "mamba"), drafts=True)
+    made = engine(drafts=True)
     lengths = found(made, seed)
     assert all(len(set(of_one)) == 1 for of_one in lengths)
     assert any(counted for *_, counted in lengths)
     assert made.wrong == []
 
 
-@pytest.mark.parametrize(
-    ("groups", "drafts"), [(("full", "mamba"), False), (("full", "sliding"), True)]
-)
-def test_others_are_looked_up_as_on_stock(groups: Sequence[GroupKind], drafts: bool) -> None:
-    coordinator: Any = engine(groups, drafts=drafts).scheduler.kv_cache_manager.coordinator
-    patched = type(coordinator).verify_and_split_kv_cache_groups
-
-    def state(split: Any) -> tuple[object, ...]:  # noqa: ANN401 - a method
-        split(coordinator)
-        flags = getattr(coordinator, "eagle_attn_group_indices", None)
-        return coordinator.attention_groups, flags
-
-    assert state(patched) == state(patched.__wrapped__)
+def looked_up(coordinator: Any, split: Callable[[Any], None]) -> tuple[object, object]:  # noqa: ANN401
+    """The groups of layers, and which of them are looked up further."""
+    split(coordinator)
+    return coordinator.attention_groups, getattr(coordinator, "eagle_attn_group_indices", None)
 
 
-def test_only_states_are_not_looked_up_further() -> None:
-    coordinator: Any = engine(("full", "mamba"), drafts=True).scheduler.kv_cache_manager.coordinator
-    further = getattr(coordinator, "eagle_attn_group_indices", None)
-    for i, group in enumerate(coordinator.attention_groups):
-        looks = i in further if further is not None else group.use_eagle
-        assert looks is not isinstance(group[0], MambaSpec)
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_others_are_looked_up_as_on_stock(hybrid: bool, drafts: bool) -> None:
+    made = engine(drafts=False) if hybrid else DecodeEngine(groups=("full", "sliding"))
+    coordinator: Any = made.scheduler.kv_cache_manager.coordinator
+    coordinator.eagle_group_ids = {0, 1} if drafts else set()
+    split = type(coordinator).verify_and_split_kv_cache_groups
+    same = looked_up(coordinator, split) == looked_up(coordinator, split.__wrapped__)
+    assert same is not (hybrid and drafts)
