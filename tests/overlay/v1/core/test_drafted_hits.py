@@ -7,6 +7,7 @@ from random import Random
 from typing import Any
 
 import pytest
+
 from tests.support.decode_engine import DecodeEngine
 from tests.support.hybrid_engine import engine_of
 from tests.support.overlapped_engine import OverlappedEngine
