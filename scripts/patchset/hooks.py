@@ -143,5 +143,7 @@ def _is_constant(value: ast.expr | None) -> bool:
 
 def _leaves(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Return):
-        return statement.value is None or isinstance(statement.value, ast.Constant | ast.Name)
+        value = statement.value
+        named = value.elts if isinstance(value, ast.Tuple) else [value] if value else []
+        return all(isinstance(each, ast.Constant | ast.Name) for each in named)
     return isinstance(statement, ast.Break | ast.Continue)

@@ -87,6 +87,10 @@ ALLOWED = {
         "        for rank",
         "        if not wanted(req):\n            return\n        for rank",
     ),
+    "a call that returns several constants": (
+        "        for rank",
+        "        if nothing(req):\n            return False, None\n        for rank",
+    ),
     "a removal": ("        if not meta:\n            return None\n", ""),
     "an empty line": ("import os\n", "import os\n\n"),
 }
@@ -112,6 +116,10 @@ REFUSED = {
     "work behind a call": (
         "        for rank",
         "        if wanted(req):\n            self.size += 1\n        for rank",
+    ),
+    "a sum among what is returned": (
+        "        for rank",
+        "        if nothing(req):\n            return 0, req.size + 1\n        for rank",
     ),
     "an else": (
         "        for rank",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.kv_cache_interface import MambaSpec
 
@@ -30,13 +30,12 @@ def looks_up_states_as_far(
     @wraps(split)
     def wrapper(self: HybridKVCacheCoordinator) -> None:
         split(self)
-        states = [isinstance(group[0], MambaSpec) for group in self.attention_groups]
+        groups: list[Any] = self.attention_groups
+        of_states = {i for i, group in enumerate(groups) if isinstance(group[0], MambaSpec)}
         if hasattr(self, "eagle_attn_group_indices"):  # up to 0.22.1
-            self.eagle_attn_group_indices -= {i for i, is_one in enumerate(states) if is_one}
-        else:
-            self.attention_groups = [
-                group._replace(use_eagle=False) if is_one else group
-                for group, is_one in zip(self.attention_groups, states, strict=True)
-            ]
+            self.eagle_attn_group_indices -= of_states
+            return
+        for i in of_states:
+            groups[i] = groups[i]._replace(use_eagle=False)
 
     return wrapper
