@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -15,11 +16,13 @@ from tests.simulation import checks
 from tests.simulation.checks import FoundError, settle
 from tests.simulation.engine import Engine, Shape, Step, Told, Work
 from tests.simulation.history import PROFILES, play, play_random
+from tests.simulation.slots import Slots
 from tests.simulation.text import Text, prompt
 from tests.simulation.world import Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
 
 HYBRID: tuple[GroupKind, ...] = ("full", "mamba")
+HYBRID_GUESSES: Any = {"groups": HYBRID, "blocks": 40, "lookahead": 2, "guesses": True}
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +67,10 @@ def reading(world: World, number: int = 0) -> None:
         Setting(decode=(Shape(lookahead=3, guesses=True),)),
         Setting(decode=(Shape(lookahead=3, guesses=True, asynchronous=True),)),
         Setting((Shape(groups=HYBRID, mode="align"),), (Shape(groups=HYBRID),)),
+        *(
+            Setting((Shape(**HYBRID_GUESSES, mode=mode),), (Shape(**HYBRID_GUESSES, mode=mode),))
+            for mode in ("none", "align")
+        ),
     ],
 )
 def test_nothing_is_found_where_nothing_goes_wrong(stage: Stage, setting: Setting) -> None:
@@ -118,6 +125,15 @@ def test_what_a_step_in_flight_rejects_is_read(
     monkeypatch.setattr(Work, "late", 0)
     with pytest.raises(FoundError, match="wrong KV at D"):
         settle(guessing(stage))
+
+
+def test_the_state_of_another_slot_is_found(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = Shape(**HYBRID_GUESSES)
+    world = World(Setting((shape,), (shape,)), stage)
+    world.apply(("plain", 0, "D0", 0, 0, 9, 30))
+    monkeypatch.setattr(Slots, "read", lambda *_: 0)
+    with pytest.raises(FoundError, match="wrong KV at D"):
+        settle(world)
 
 
 def test_kv_that_changes_while_it_is_read(world: World) -> None:
