@@ -84,6 +84,33 @@ def profile_of(more: Mapping[str, float] | None = None, **changes: Any) -> Profi
 
 _RANKS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (1, 4))
 
+_HYBRIDS = profile_of(
+    {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
+    groups=(("full", "mamba"),),
+    asynchronous=(False, True),
+    policies=("recompute", "fail"),
+    blocks=(30, 50),
+    p_blocks=(30, 80),
+    lengths=(2, 30),
+    jobs=12,
+    events=140,
+)
+
+_TURNS = profile_of(
+    {"ask": 0.5, "again": 8, "fail": 0.5, "abort": 0.2, "tick": 20, "job": 8, "move": 8},
+    keeps=30,
+    times=(0.01, 0.2, 1.0, 9.0),
+    ranks=((1, 1), (2, 1), (1, 2), (2, 2)),
+    groups=(("full",), ("full", "sliding")),
+    asynchronous=(False, True),
+    policies=("recompute", "fail"),
+    blocks=(60, 80),
+    p_blocks=(20, 34),
+    lengths=(1, 20),
+    jobs=12,
+    events=200,
+)
+
 PROFILES: Mapping[str, Profile] = {
     "quiet": profile_of(),
     "clients": profile_of({"abort": 1.5, "reject": 1, "drop": 0.3}, policies=("recompute", "fail")),
@@ -149,32 +176,16 @@ PROFILES: Mapping[str, Profile] = {
         jobs=12,
         events=140,
     ),
-    "slots": profile_of(
-        {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
-        groups=(("full", "mamba"),),
+    "slots": dataclasses.replace(
+        _HYBRIDS,
         modes=("align", "align", "none"),
         lookahead=(0, 1, 2, 3),
         guesses=True,
         apart=True,
-        asynchronous=(False, True),
-        policies=("recompute", "fail"),
-        blocks=(30, 50),
-        p_blocks=(30, 80),
-        lengths=(2, 30),
-        jobs=12,
-        events=140,
     ),
-    "blockwise": profile_of(
-        {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
-        groups=(("full", "mamba"),),
+    "blockwise": dataclasses.replace(
+        _HYBRIDS,
         modes=("align" if since("0.33.0") else "all",),  # which 0.33.0 does not take any more
-        asynchronous=(False, True),
-        policies=("recompute", "fail"),
-        blocks=(30, 50),
-        p_blocks=(30, 80),
-        lengths=(2, 30),
-        jobs=12,
-        events=140,
     ),
     "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
@@ -205,36 +216,16 @@ PROFILES: Mapping[str, Profile] = {
         {"refuse": 1.5, "fail": 0.5, "abort": 0.5},
         refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
     ),
-    "turns": profile_of(
-        {"ask": 0.5, "again": 8, "fail": 0.5, "abort": 0.2, "tick": 20, "job": 8, "move": 8},
-        keeps=30,
-        times=(0.01, 0.2, 1.0, 9.0),
-        ranks=((1, 1), (2, 1), (1, 2), (2, 2)),
-        groups=(("full",), ("full", "sliding")),
-        asynchronous=(False, True),
-        policies=("recompute", "fail"),
-        blocks=(60, 80),
-        p_blocks=(20, 34),
-        lengths=(1, 20),
-        jobs=12,
-        events=200,
-    ),
-    "slot_turns": profile_of(
-        {"ask": 0.5, "again": 8, "fail": 0.5, "abort": 0.2, "tick": 20, "job": 8, "move": 8},
-        keeps=30,
-        times=(0.01, 0.2, 1.0, 9.0),
+    "turns": _TURNS,
+    "slot_turns": dataclasses.replace(
+        _TURNS,
+        ranks=((1, 1),),
         groups=(("full", "mamba"),),
         modes=("align", "align", "none"),
         lookahead=(0, 0, 1, 2),
         guesses=True,
         apart=True,
-        asynchronous=(False, True),
-        policies=("recompute", "fail"),
-        blocks=(60, 80),
         p_blocks=(40, 60),
-        lengths=(1, 20),
-        jobs=12,
-        events=200,
     ),
     "all": profile_of(
         {
@@ -271,6 +262,7 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
     lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
 
     def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
+        # No choice among one: of the profiles that were here before, histories stay what they were.
         mode = chance.choice(profile.modes) if len(profile.modes) > 1 else profile.modes[0]
         guessed = chance.choice(profile.lookahead) if profile.apart else lookahead
         return Shape(
