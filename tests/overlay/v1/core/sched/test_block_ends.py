@@ -1,0 +1,46 @@
+"""Where the parts of a prompt end: as on stock, but for those that begin inside a block."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.decode_engine import DecodeEngine
+from tests.support.hybrid_engine import engine_of
+from tests.support.release import since
+
+pytest.importorskip("vllm_overlay.v1.core.sched.block_ends", reason="up to 0.26.0")
+
+BLOCK = 16
+
+
+@pytest.mark.parametrize("drafts", [False, True])
+@pytest.mark.parametrize("seed", range(3))
+def test_where_parts_end(drafts: bool, seed: int) -> None:
+    chance = Random(seed)  # noqa: S311 - repeatable is what it has to be
+    made = engine_of(DecodeEngine, mode="align", guesses=2, drafts=drafts, prefix_caching=True)
+    split: Any = made.scheduler._mamba_block_aligned_split
+    stock = split.__func__.__wrapped__
+    inside = 0
+    for number in range(400):
+        length = chance.randint(1, 8 * BLOCK)
+        request = made.send(f"r{number}", range(length), None)
+        begun = chance.randrange(length + 1)
+        whole = begun // BLOCK * BLOCK
+        external = begun - whole if since("0.23.0") else 0  # before, stock refuses any
+        computed, *cached = chance.choice(((begun, 0, 0), (0, whole, external)))
+        request.num_computed_tokens = computed
+        start = computed + sum(cached)
+        wanted = chance.randint(1, max(1, length - start))
+        tokens, plain = (
+            split(request, wanted, *cached),
+            stock(made.scheduler, request, wanted, *cached),
+        )
+        if start % BLOCK == 0 or start == length:
+            assert tokens == plain
+        else:
+            assert tokens == min(plain, BLOCK - start % BLOCK)
+            inside += tokens < plain
+    assert inside
