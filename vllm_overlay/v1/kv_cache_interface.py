@@ -5,7 +5,13 @@ from __future__ import annotations
 
 from types import UnionType
 
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, UniformTypeKVCacheSpecs
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheSpec,
+    MambaSpec,
+    UniformTypeKVCacheSpecs,
+)
 
 
 def is_made_of(spec: KVCacheSpec, kinds: type | UnionType) -> bool:
@@ -18,3 +24,9 @@ def is_made_of(spec: KVCacheSpec, kinds: type | UnionType) -> bool:
 def keeps_all(spec: KVCacheSpec) -> bool:
     """Whether a group keeps every token's KV: its blocks are named from the first token on."""
     return is_made_of(spec, FullAttentionSpec)
+
+
+def state_specs(config: KVCacheConfig) -> dict[int, MambaSpec]:
+    """What each KV-cache group of recurrent states keeps, by the group's index."""
+    specs = enumerate(group.kv_cache_spec for group in config.kv_cache_groups)
+    return {index: spec for index, spec in specs if isinstance(spec, MambaSpec)}

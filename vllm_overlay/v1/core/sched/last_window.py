@@ -12,7 +12,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.kv_cache_interface import MambaSpec
 
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.older import (
     pulls,
@@ -23,6 +22,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
     loader_of,
     transfers_with_nixl,
 )
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -137,8 +137,7 @@ def _is_named(scheduler: Scheduler, request: Request, hit: int, end: int) -> boo
 
 def _has_states(scheduler: Scheduler) -> bool:
     """Whether there are states, of which P computes and NIXL reads all but the last token."""
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    return bool(state_specs(scheduler.kv_cache_config))
 
 
 def _pulls(connector: Any) -> bool:  # noqa: ANN401 - of any kind

@@ -17,7 +17,8 @@ from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
-from vllm.v1.kv_cache_interface import MambaSpec
+
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -73,10 +74,9 @@ def _forgets_who_waits(scheduler: Scheduler) -> bool:
     """
     if scheduler.use_v2_model_runner:
         return False
-    groups = scheduler.kv_cache_config.kv_cache_groups
-    states = any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+    states = state_specs(scheduler.kv_cache_config)
     stages = scheduler.parallel_config.pipeline_parallel_size
-    return (states and scheduler.num_spec_tokens > 0) or stages > 2
+    return (bool(states) and scheduler.num_spec_tokens > 0) or stages > 2
 
 
 def nobody_was_short(scheduler: Scheduler) -> bool:

@@ -16,9 +16,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import MambaSpec
-
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import transfers_with_nixl
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -64,8 +63,8 @@ def _reads_whole_blocks(scheduler: Scheduler, request: Request, group: int, coun
 
 def _is_smallest(scheduler: Scheduler, group: int) -> bool:
     """Whether no smaller block holds a state: P's have to, and its states are like ours."""
-    specs = [one.kv_cache_spec for one in scheduler.kv_cache_config.kv_cache_groups]
-    states = [spec for spec in specs if isinstance(spec, MambaSpec)]
+    config = scheduler.kv_cache_config
+    states = state_specs(config).values()
     state = max(replace(spec, page_size_padded=None).page_size_bytes for spec in states)
-    ours = specs[group]
+    ours = config.kv_cache_groups[group].kv_cache_spec
     return (ours.block_size - _STEP) * (ours.page_size_bytes // ours.block_size) < state

@@ -15,8 +15,9 @@ from vllm.v1.kv_cache_interface import (
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
     KVCacheSpec,
-    MambaSpec,
 )
+
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -35,7 +36,8 @@ def keeps_nothing(scheduler: _Part, request: Request) -> bool:
     computes, in slots of which the model runner alone knows which one the next step goes on from.
     """
     asks = (request.kv_transfer_params or {}).get("do_remote_decode")
-    if asks or not any(spec.num_speculative_blocks for spec in _state_specs(scheduler)):
+    states = state_specs(scheduler.kv_cache_config).values()
+    if asks or not any(spec.num_speculative_blocks for spec in states):
         return False
     scheduler._reqs_not_processed.add(request.request_id)
     return True
@@ -47,7 +49,8 @@ def tokens_kept(scheduler: _Part, request: Request) -> int:
     On D all but the last: a template may leave the end of an answer out of what P is sent next.
     With states as on stock: they are those after all that was computed, and of no fewer tokens.
     """
-    if _state_specs(scheduler) or (request.kv_transfer_params or {}).get("do_remote_decode"):
+    asks = (request.kv_transfer_params or {}).get("do_remote_decode")
+    if asks or state_specs(scheduler.kv_cache_config):
         return request.num_computed_tokens
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
@@ -70,11 +73,6 @@ def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # n
         else ids[: cdiv(tokens, spec.block_size * (ranks if _is_shared(spec) else 1))]
         for ids, spec in zip(block_ids, specs, strict=True)
     )
-
-
-def _state_specs(scheduler: _Part) -> list[MambaSpec]:
-    specs = (group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups)
-    return [spec for spec in specs if isinstance(spec, MambaSpec)]
 
 
 def _is_shared(spec: KVCacheSpec) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -21,5 +21,4 @@ class KnowsMamba:
 
     @property
     def _has_mamba(self) -> bool:
-        groups = self.kv_cache_config.kv_cache_groups
-        return any(isinstance(group.kv_cache_spec, MambaSpec) for group in groups)
+        return bool(state_specs(self.kv_cache_config))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm_overlay.v1.kv_cache_interface import state_specs
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.utils import BlockIds
@@ -26,7 +26,7 @@ _Scheduler = Any
 
 def scratch_slots(scheduler: _Scheduler) -> dict[str, int]:
     """Return what P's answer says of its slots for guesses: nothing, where it has no states."""
-    for spec in _state_specs(scheduler).values():
+    for spec in state_specs(scheduler.kv_cache_config).values():
         return {_FIELD: spec.num_speculative_blocks}  # as many in each group
     return {}
 
@@ -38,7 +38,8 @@ def states_only(scheduler: _Scheduler, params: dict[str, Any], block_ids: BlockI
     each block of tokens, all states stay; else the last one. All is as on stock where P does not
     say how many slots it keeps, or neither side keeps any.
     """
-    specs, theirs, scratch = _state_specs(scheduler), params["remote_block_ids"], params.get(_FIELD)
+    specs = state_specs(scheduler.kv_cache_config)
+    theirs, scratch = params["remote_block_ids"], params.get(_FIELD)
     if type(scratch) is not int or scratch < 0 or len(block_ids) != len(theirs):
         return block_ids
     if not any(scratch or spec.num_speculative_blocks for spec in specs.values()):
@@ -57,9 +58,3 @@ def states_only(scheduler: _Scheduler, params: dict[str, Any], block_ids: BlockI
 def _without(slots: list[int], scratch: int) -> list[int]:
     """Return the slots before those for guesses, never none: that would mean that all is here."""
     return slots[: max(1, len(slots) - scratch)]
-
-
-def _state_specs(scheduler: _Scheduler) -> dict[int, MambaSpec]:
-    """What each KV-cache group of states keeps, by the group's index."""
-    specs = enumerate(group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups)
-    return {index: spec for index, spec in specs if isinstance(spec, MambaSpec)}
