@@ -48,6 +48,7 @@ PROFILES = (
     "refusals",
     "turns",
     "slot_turns",
+    "long_turns",
     "all",
 )
 """Of tests/simulation/history.py, which needs vLLM to be imported."""

@@ -37,6 +37,8 @@ class Profile:
         keeps: see `Shape`.
         modes: see `Shape`, one of these for each engine.
         apart: each engine guesses as many tokens as it likes, not all the same.
+        more: tokens of the shortest and the longest prompt that follows an answer.
+        branches: how often another one follows it, of all that could.
     """
 
     events: int = 70
@@ -62,6 +64,8 @@ class Profile:
     keeps: int | None = None
     modes: tuple[Mode, ...] = ("none",)
     apart: bool = False
+    more: tuple[int, int] = (1, 8)
+    branches: float = 0.02
 
 
 QUIET: Mapping[str, float] = {
@@ -227,6 +231,18 @@ PROFILES: Mapping[str, Profile] = {
         apart=True,
         p_blocks=(40, 60),
     ),
+    "long_turns": dataclasses.replace(
+        _TURNS,
+        ranks=((1, 1),),
+        groups=(("full", "mamba"),),
+        modes=("align",),
+        lookahead=(0, 0, 1),
+        guesses=True,
+        apart=True,
+        p_blocks=(40, 60),
+        more=(8, 40),
+        branches=0.5,
+    ),
     "all": profile_of(
         {
             "abort": 1,
@@ -364,8 +380,8 @@ def _possible(profile: Profile, chance: Random, world: World) -> Iterator[Event]
             yield "abort", number, "D"
         if job.kept is None or not job.over or len(world.jobs) >= profile.jobs:
             continue
-        if number not in continued or chance.random() < 0.02:
-            more, tokens = chance.randint(1, 8), chance.randint(1, 8)
+        if number not in continued or chance.random() < profile.branches:
+            more, tokens = chance.randint(*profile.more), chance.randint(1, 8)
             yield "again", world.asked, number, chance.choice(p_names), more, tokens
     for name, engine in world.engines.items():
         yield "tick", name

@@ -30,17 +30,20 @@ _OF_ENCODER = CrossAttentionSpec | EncoderOnlyAttentionSpec
 
 
 def keeps_nothing(scheduler: _Part, request: Request) -> bool:
-    """Whether D has nothing of a request that it has answered for P; then its workers forget it.
+    """Whether D has nothing for P of a request that it has answered.
 
     So where there are states and D guesses: a step leaves a state after each token that it
     computes, in slots of which the model runner alone knows which one the next step goes on from.
+    The workers forget such a request, and one that was preempted before its last token came: of
+    that the answer names no block, as on stock.
     """
-    asks = (request.kv_transfer_params or {}).get("do_remote_decode")
-    states = state_specs(scheduler.kv_cache_config).values()
-    if asks or not any(spec.num_speculative_blocks for spec in states):
+    if (request.kv_transfer_params or {}).get("do_remote_decode"):
         return False
-    scheduler._reqs_not_processed.add(request.request_id)
-    return True
+    states = state_specs(scheduler.kv_cache_config).values()
+    guesses = any(spec.num_speculative_blocks for spec in states)
+    if guesses or not request.num_computed_tokens:
+        scheduler._reqs_not_processed.add(request.request_id)
+    return guesses
 
 
 def tokens_kept(scheduler: _Part, request: Request) -> int:

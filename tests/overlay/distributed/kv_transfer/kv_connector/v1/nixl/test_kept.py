@@ -22,7 +22,10 @@ BLOCKS = ([1, 2, 3, 4], [5, 6, 7, 8])
 
 def request(computed: int, tokens: int, **params: object) -> Any:  # noqa: ANN401
     return SimpleNamespace(
-        num_computed_tokens=computed, num_tokens=tokens, kv_transfer_params=params or None
+        request_id="r",
+        num_computed_tokens=computed,
+        num_tokens=tokens,
+        kv_transfer_params=params or None,
     )
 
 
@@ -95,14 +98,19 @@ def test_states_are_those_after_what_was_computed() -> None:
 def test_a_hybrid_that_guesses_keeps_nothing(mode: str, guesses: int) -> None:
     made = engine_of(DecodeEngine, mode=mode, guesses=guesses)
     hybrid = vars(made.scheduler.connector)["connector_scheduler"]
-    asked = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
-    answered = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": False})
-    assert not kept.keeps_nothing(hybrid, asked)
+    assert not kept.keeps_nothing(hybrid, request(40, 41, do_remote_decode=True))
     assert not hybrid._reqs_not_processed
-    assert kept.keeps_nothing(hybrid, answered) == bool(guesses)
+    assert kept.keeps_nothing(hybrid, request(40, 41, do_remote_prefill=False)) == bool(guesses)
     assert hybrid._reqs_not_processed == ({"r"} if guesses else set())
 
 
 def test_attention_is_kept_whoever_guesses() -> None:
-    answered = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_prefill": False})
-    assert not kept.keeps_nothing(side("full", "sliding"), answered)
+    scheduler = side("full", "sliding")
+    assert not kept.keeps_nothing(scheduler, request(40, 41, do_remote_prefill=False))
+    assert not scheduler._reqs_not_processed
+
+
+def test_one_that_was_preempted_before_its_last_token_came() -> None:
+    scheduler = side("full")
+    assert not kept.keeps_nothing(scheduler, request(0, 41, do_remote_prefill=False))
+    assert scheduler._reqs_not_processed == {"r"}
