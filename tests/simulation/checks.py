@@ -137,8 +137,9 @@ def settling(world: World) -> Iterator[FoundError]:
         yield FoundError("something is left", thing)
 
 
-LEASES = 50
-"""Twelve seconds each: longer than all leases of all releases (480 s), one after the other."""
+LEASES = 100
+"""Twelve seconds each: longer than two of the longest leases (480 s), one behind the other, as
+where a D that keeps answers for so long (0.21.0) waits for the blocks of the first."""
 
 
 def _waiting(world: World) -> list[Job]:

@@ -36,8 +36,8 @@ def ends_with_its_block(split: Callable[..., int]) -> Callable[..., int]:
     ) -> int:
         tokens = split(self, request, num_new_tokens, num_local, num_external, *more)
         start = request.num_computed_tokens + num_local + num_external
-        if start >= max(request.num_prompt_tokens, request.num_tokens - 1):
-            return tokens  # of an answer
+        if start >= request.num_tokens - 1:
+            return tokens  # of an answer, or a prompt's last with its places for guesses: decodes
         left = -start % self.cache_config.block_size
         return min(tokens, left) if left else tokens
 
