@@ -5,40 +5,15 @@ What a step may compute runs out inside a block, as it does when other requests 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import pytest
-from vllm.v1.request import Request
 
 from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import connect
-from tests.support.overlapped_engine import OverlappedEngine
 from tests.support.release import since
+from tests.support.state_engine import PLENTY, StateEngine
 from tests.support.two_way import second_turn, two_way
 
 BLOCK = 16
-PLENTY = 2048
-
-
-class StateEngine(OverlappedEngine):
-    """The state in a block is after the last token that a step computed there."""
-
-    def _write(
-        self, request: Request, tokens: Sequence[int], blocks: Sequence[Sequence[int]]
-    ) -> None:
-        super()._write(request, tokens, blocks[:1])
-        super()._write(request, tokens[-1:], blocks[1:])
-
-
-def answer(engine: OverlappedEngine, req_id: str, budgets: Iterable[int] = ()) -> None:
-    """Answer what is asked, in steps of at most so many tokens, and then in large ones."""
-    for tokens in budgets:
-        engine.scheduler.max_num_scheduled_tokens = tokens
-        engine.advance()
-    engine.scheduler.max_num_scheduled_tokens = PLENTY
-    for _ in range(20):
-        engine.advance()
-    assert engine.finished[req_id] == "length"
 
 
 @pytest.mark.parametrize("left", [1, 12, 15])
@@ -48,11 +23,11 @@ def test_a_prompt_whose_end_is_computed_in_parts(left: int) -> None:
     )
     prompt = range(7 * BLOCK)
     engine.ask("whole", prompt, max_tokens=1)
-    answer(engine, "whole")
+    engine.answer("whole")
     engine.ask("in parts", prompt[: 4 * BLOCK + 8], max_tokens=1)
-    answer(engine, "in parts", [3 * BLOCK, left])
+    engine.answer("in parts", [3 * BLOCK, left])
     engine.ask("begins like both", [*prompt[: 5 * BLOCK], *range(900, 900 + 20)], max_tokens=1)
-    answer(engine, "begins like both")
+    engine.answer("begins like both")
     assert engine.computed["begins like both"] == BLOCK + 20
     assert engine.wrong == []
 
@@ -64,10 +39,10 @@ def test_a_second_turn_that_is_computed_in_parts(left: int) -> None:
     connect(engine.worker, "P", num_blocks=64)
     prompt = range(7 * BLOCK)
     engine.send("second turn", prompt, second_turn([[10, 11, 12], [20]], 40), max_tokens=1)
-    answer(engine, "second turn", [PLENTY, PLENTY, left, left])
+    engine.answer("second turn", [PLENTY, PLENTY, left, left])
     assert (engine.computed["second turn"] < 6 * BLOCK) is since("0.21.0")
     for blocks in range(2, 7):
         begins = f"begins with {blocks} blocks"
         engine.ask(begins, [*prompt[: blocks * BLOCK], *range(900, 900 + 20)], max_tokens=1)
-        answer(engine, begins)
+        engine.answer(begins)
     assert engine.wrong == []

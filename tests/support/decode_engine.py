@@ -58,6 +58,7 @@ class DecodeEngine:
         worker: the NIXL worker (see `tests.support.nixl_worker`).
         scheduler: vLLM's scheduler, with NIXL's scheduler side in it.
         groups: what each KV-cache group holds.
+        unit: tokens of a hash, from 0.26.0 on, if they are fewer than those of a block.
     """
 
     @building("a decode engine")
@@ -70,6 +71,7 @@ class DecodeEngine:
         num_blocks: int = 64,
         log_stats: bool = False,
         prefix_caching: bool | None = None,
+        unit: int | None = None,
         **transfer: Any,  # noqa: ANN401 - of `make_vllm_config`
     ) -> None:
         self.groups = tuple(groups)
@@ -85,13 +87,15 @@ class DecodeEngine:
         config = self.worker.vllm_config
         config.cache_config.num_gpu_blocks = num_blocks
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(block_size, sha256)
+        self.unit = unit
+        self._hasher = get_request_block_hasher(unit or block_size, sha256)
         self.scheduler = Scheduler(
             vllm_config=config,
             kv_cache_config=self.worker.kv_cache_config,
             structured_output_manager=StructuredOutputManager(config),
             block_size=block_size,
             log_stats=log_stats,
+            **({"hash_block_size": unit} if unit else {}),
         )
 
     def guess(self, count: int, *, eagle: bool = False) -> None:

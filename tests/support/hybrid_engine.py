@@ -22,22 +22,30 @@ WHOLE = 4096
 _Engine = TypeVar("_Engine", bound=DecodeEngine)
 
 
-def states(tokens: int, *, mode: str, guesses: int = 0) -> AbstractContextManager[object]:
+def states(
+    tokens: int, *, mode: str, guesses: int = 0, exports: bool = False
+) -> AbstractContextManager[object]:
     """Have the harness make blocks of recurrent states for so many tokens.
 
     Args:
         tokens: after which there is another state, or room for one.
         mode: see `engine_of`.
         guesses: for each of which a sequence has a block more.
+        exports: see `engine_of`.
     """
     plain = nixl_worker._spec
+    more = {"num_prefill_checkpoint_blocks": 1, "prefill_checkpoint_alignment": 1}
 
     def spec(*args: Any) -> Any:  # noqa: ANN401 - as the function that it stands before
         made = plain(*args)
         if not isinstance(made, MambaSpec):
             return made
         return dataclasses.replace(
-            made, block_size=tokens, num_speculative_blocks=guesses, mamba_cache_mode=mode
+            made,
+            block_size=tokens,
+            num_speculative_blocks=guesses,
+            mamba_cache_mode=mode,
+            **(more if exports else {}),
         )
 
     return mock.patch.object(nixl_worker, "_spec", spec)
@@ -49,6 +57,7 @@ def engine_of(
     mode: str,
     guesses: int = 0,
     drafts: bool = False,
+    unit: int | None = None,
     **config: Any,  # noqa: ANN401 - of `kind`
 ) -> _Engine:
     """An engine of a hybrid model.
@@ -59,6 +68,8 @@ def engine_of(
             which the last is kept; "all", which keeps each.
         guesses: tokens that it guesses in a step.
         drafts: the scheduler knows of that, and that a draft model guesses them.
+        unit: see `DecodeEngine`; where there is one, the layers export a state from within a step,
+            as from 0.30.0 on some do.
         config: further arguments of `kind`; with `prefix_caching`, prefixes of states too.
     """
     tokens = WHOLE if mode == "none" else 16
@@ -76,12 +87,12 @@ def engine_of(
         return scheduler(**words | {"block_size": tokens})  # as the engine core chooses it
 
     with (
-        states(tokens, mode=mode, guesses=guesses),
+        states(tokens, mode=mode, guesses=guesses, exports=bool(unit)),
         mock.patch.object(decode_engine, "make_worker", worker),
         mock.patch.object(decode_engine, "Scheduler", partial(largest, Scheduler)),
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
     ):
-        return kind(groups=("full", "mamba"), **config)
+        return kind(groups=("full", "mamba"), unit=unit, **config)
 
 
 def states_of(engine: DecodeEngine) -> KVCacheGroupSpec:

@@ -207,7 +207,7 @@ class OverlappedEngine(DecodeEngine):
     ) -> None:
         for group in blocks:
             for token, place in self._places(tokens, group):
-                self.cache[place] = _kv(request, token)
+                self.cache[place] = kv_of(request, token)
 
     def _misread(self, part: Part) -> Iterator[tuple[int, int]]:
         """Yield where a step finds something else than what its first token looks back at."""
@@ -221,7 +221,7 @@ class OverlappedEngine(DecodeEngine):
                     yield state, before % self.block_size  # it goes on from nothing
             first = max(0, manager.get_num_skipped_tokens(part.start))  # of states -1, of nothing
             for token, place in self._places(range(first, part.start), group):
-                if self.cache.get(place) != _kv(part.request, token):
+                if self.cache.get(place) != kv_of(part.request, token):
                     yield place
 
     def _places(
@@ -235,7 +235,8 @@ class OverlappedEngine(DecodeEngine):
                 yield token, (block, token % self.block_size)
 
 
-def _kv(request: Request, token: int) -> int:
+def kv_of(request: Request, token: int) -> int:
+    """What the device keeps of one of its tokens."""
     prompt = list(request.prompt_token_ids or ())
     tokens = prompt + [TOKEN] * (token + 1 - len(prompt))
     return hash(tuple(tokens[: token + 1]))

@@ -1,0 +1,57 @@
+"""An engine that knows of how many tokens a recurrent state is.
+
+A block of states has one: that after the last token that a step computed there. From 0.30.0 on some
+layers also export one from within a step, and what is found by a part of a block is copied first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from vllm.utils.math_utils import cdiv
+from vllm.v1 import kv_cache_interface
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from tests.support.overlapped_engine import OverlappedEngine, kv_of
+
+PLENTY = 2048
+
+
+class StateEngine(OverlappedEngine):
+    """Its groups are one of attention, and one of states."""
+
+    def answer(self, req_id: str, budgets: Iterable[int] = ()) -> None:
+        """Answer what was asked, in steps of at most so many tokens, and then in large ones."""
+        for tokens in budgets:
+            self.scheduler.max_num_scheduled_tokens = tokens
+            self.advance()
+        self.scheduler.max_num_scheduled_tokens = PLENTY
+        for _ in range(20):
+            self.advance()
+        assert self.finished[req_id] == "length"
+
+    def _launch(self) -> SchedulerOutput:
+        decided = super()._launch()
+        for copy in getattr(decided, "kv_cache_block_copies", None) or ():
+            for offset in range(self.block_size):
+                self.cache[copy.dst_block_id, offset] = self.cache.get((copy.src_block_id, offset))
+        return decided
+
+    def _write(
+        self, request: Request, tokens: Sequence[int], blocks: Sequence[Sequence[int]]
+    ) -> None:
+        attention, states = blocks
+        super()._write(request, tokens, [attention])
+        super()._write(request, tokens[-1:], [states])
+        if self.unit and (exported := self._exported(tokens[0], tokens[-1] + 1)):
+            block = states[cdiv(tokens[-1] + 1, self.block_size) - 2]
+            self.cache[block, (exported - 1) % self.block_size] = kv_of(request, exported - 1)
+
+    def _exported(self, start: int, end: int) -> int | None:
+        """After how many tokens a step exports a state, as its layers decide."""
+        at = kv_cache_interface.get_mamba_prefill_checkpoint_position(end, self.unit, False)
+        valid = kv_cache_interface.is_mamba_prefill_checkpoint_valid(
+            start, end, at, self.unit, self.block_size, 1
+        )
+        return at if valid else None
