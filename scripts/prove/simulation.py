@@ -41,6 +41,7 @@ PROFILES = (
     "prefixes",
     "slots",
     "blockwise",
+    "parts_of_blocks",
     "crowded",
     "lookahead",
     "guesses",

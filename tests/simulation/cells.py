@@ -81,6 +81,11 @@ class Cells:
         """Write the state after a token."""
         self.write(group, [block], 0, np.array([kv], dtype=np.uint64))
 
+    def copy(self, source: int, target: int) -> None:
+        """Copy a block, whichever group's it is."""
+        for group in range(len(self._layers)):
+            self.copy_state(group, source, target)
+
     def copy_state(self, group: int, source: int, target: int) -> None:
         """Copy a state from one block to another."""
         for view, _ in self._layers[group]:

@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -76,6 +77,8 @@ class Shape:
         keeps: seconds for which D keeps the blocks of what it has answered, for P to read in a
             second turn; None for transfers in one direction. From 0.21.0 on, which have both.
         mode: how states are kept (`mamba_cache_mode`); prefixes with them, if not "none".
+        unit: tokens of a hash, if they are fewer than those of a block: from 0.26.0 on.
+        exports: layers export a state from within a step: from 0.30.0 on.
     """
 
     ranks: int = 1
@@ -93,6 +96,8 @@ class Shape:
     edge: bool = False
     keeps: int | None = None
     mode: Mode = "none"
+    unit: int | None = None
+    exports: bool = False
 
     @property
     def states(self) -> bool:
@@ -257,7 +262,9 @@ class Engine:
             agents.append(around.wire.agent(place))
             return agents[-1]
 
-        slots = states(shape.state_tokens, mode=shape.mode, guesses=shape.lookahead)
+        slots = states(
+            shape.state_tokens, mode=shape.mode, guesses=shape.lookahead, exports=shape.exports
+        )
         with around.clock.at(place), slots:
             worker = make_worker(
                 engine_id=self.engine_id,
@@ -295,7 +302,7 @@ class Engine:
         config.scheduler_config.async_scheduling = shape.asynchronous
         kind = AsyncScheduler if shape.asynchronous else Scheduler
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(shape.block_size, sha256)
+        self._hasher = get_request_block_hasher(shape.unit or shape.block_size, sha256)
         with self.around.clock.at(Place(self.name)):
             scheduler = kind(
                 vllm_config=config,
@@ -303,6 +310,7 @@ class Engine:
                 structured_output_manager=StructuredOutputManager(config),
                 # The largest of a group.
                 block_size=shape.state_tokens if shape.states else shape.block_size,
+                **({"hash_block_size": shape.unit} if shape.unit else {}),
             )
         if shape.lookahead and not shape.states:
             # As for EAGLE. With a draft model D would reserve such slots while it loads, too, from
@@ -542,6 +550,9 @@ class Engine:
         if step is None:
             return
         step.tokens = {}
+        for copied in getattr(step.decided, "kv_cache_block_copies", None) or ():
+            for rank in self.ranks:
+                rank.cells.copy(copied.src_block_id, copied.dst_block_id)
         for work in step.work:
             self._copy_states(work, self._slots.begin(work.req_id, work.span, fresh=work.fresh))
         for work in step.work:
@@ -558,6 +569,9 @@ class Engine:
                     if group in rank.cells.states:
                         for slot, position in self._slots.written(work.req_id, work.span):
                             rank.cells.write_state(group, table[slot], kv[position - start])
+                        if exported := self._exported(work.span):
+                            slot, position = exported
+                            rank.cells.write_state(group, table[slot], kv[position - start])
                     else:
                         rank.cells.write(group, table, start, kv)
             self._copy_states(work, self._slots.judge(work.req_id, work.span, right))
@@ -569,6 +583,20 @@ class Engine:
                     self._guessed[work.req_id] = self._guess(text, last + 1)
         if step.work:
             self.around.note(self.name, "the model has run")
+
+    def _exported(self, span: Span) -> tuple[int, int] | None:
+        """The slot of a state that a step exports, and the token after which it is."""
+        shape = self.shape
+        if not shape.exports:
+            return None
+        last = kv_cache_interface.get_mamba_prefill_checkpoint_position(
+            span.end, shape.unit or shape.block_size, bool(shape.lookahead)
+        )
+        if not kv_cache_interface.is_mamba_prefill_checkpoint_valid(
+            span.start, span.end, last, shape.unit or shape.block_size, shape.state_tokens, 1
+        ):
+            return None
+        return (span.end - 1) // shape.state_tokens - 1, last - 1
 
     def _copy_states(self, work: Work, moves: list[tuple[int, int]]) -> None:
         for rank in self.ranks:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any
+from typing import Any, TypeVar
 
 from tests.simulation.checks import FoundError, settle
 from tests.simulation.engine import Shape
@@ -14,6 +14,8 @@ from tests.simulation.slots import Mode
 from tests.simulation.world import Event, Setting, Stage, World
 from tests.support.nixl_worker import GroupKind
 from tests.support.release import since
+
+_Choice = TypeVar("_Choice")
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Profile:
         keeps: see `Shape`.
         modes: see `Shape`, one of these for each engine.
         apart: each engine guesses as many tokens as it likes, not all the same.
+        units, exports: see `Shape`, one of these for each engine.
         more: tokens of the shortest and the longest prompt that follows an answer.
         branches: how often another one follows it, of all that could.
     """
@@ -64,6 +67,8 @@ class Profile:
     keeps: int | None = None
     modes: tuple[Mode, ...] = ("none",)
     apart: bool = False
+    units: tuple[int | None, ...] = (None,)
+    exports: tuple[bool, ...] = (False,)
     more: tuple[int, int] = (1, 8)
     branches: float = 0.02
 
@@ -191,6 +196,15 @@ PROFILES: Mapping[str, Profile] = {
         _HYBRIDS,
         modes=("align" if since("0.33.0") else "all",),  # which 0.33.0 does not take any more
     ),
+    "parts_of_blocks": dataclasses.replace(
+        _HYBRIDS,
+        modes=("align",),
+        lookahead=(0, 0, 1),
+        guesses=True,
+        apart=True,
+        units=(2, 2, None) if since("0.26.0") else (None,),
+        exports=(False, True) if since("0.30.0") else (False,),
+    ),
     "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
         asynchronous=(False, True),
@@ -269,6 +283,11 @@ PROFILES: Mapping[str, Profile] = {
 }
 
 
+def _one(chance: Random, among: Sequence[_Choice]) -> _Choice:
+    """No choice among one: of the profiles that were here before, histories stay what they were."""
+    return chance.choice(among) if len(among) > 1 else among[0]
+
+
 def setting_of(profile: Profile, chance: Random) -> Setting:
     """Engines of a random shape."""
     p_ranks, d_ranks = chance.choice(profile.ranks)
@@ -278,8 +297,7 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
     lookahead, edge = chance.choice(profile.lookahead), chance.choice(profile.edge)
 
     def shape(ranks: int, blocks: tuple[int, int]) -> Shape:
-        # No choice among one: of the profiles that were here before, histories stay what they were.
-        mode = chance.choice(profile.modes) if len(profile.modes) > 1 else profile.modes[0]
+        mode = _one(chance, profile.modes)
         guessed = chance.choice(profile.lookahead) if profile.apart else lookahead
         return Shape(
             ranks=ranks,
@@ -296,6 +314,8 @@ def setting_of(profile: Profile, chance: Random) -> Setting:
             edge=edge,
             keeps=profile.keeps,
             mode=mode,
+            unit=_one(chance, profile.units),
+            exports=_one(chance, profile.exports),
         )
 
     return Setting(

@@ -35,7 +35,8 @@ class StateEngine(OverlappedEngine):
         decided = super()._launch()
         for copy in getattr(decided, "kv_cache_block_copies", None) or ():
             for offset in range(self.block_size):
-                self.cache[copy.dst_block_id, offset] = self.cache.get((copy.src_block_id, offset))
+                kv = self.cache.get((copy.src_block_id, offset), 0)
+                self.cache[copy.dst_block_id, offset] = kv
         return decided
 
     def _write(
