@@ -23,11 +23,11 @@ def test_a_prompt_whose_end_is_computed_in_parts(left: int) -> None:
     )
     prompt = range(7 * BLOCK)
     engine.ask("whole", prompt, max_tokens=1)
-    engine.answer("whole")
+    assert engine.answers("whole")
     engine.ask("in parts", prompt[: 4 * BLOCK + 8], max_tokens=1)
-    engine.answer("in parts", [3 * BLOCK, left])
+    assert engine.answers("in parts", [3 * BLOCK, left])
     engine.ask("begins like both", [*prompt[: 5 * BLOCK], *range(900, 900 + 20)], max_tokens=1)
-    engine.answer("begins like both")
+    assert engine.answers("begins like both")
     assert engine.computed["begins like both"] == BLOCK + 20
     assert engine.wrong == []
 
@@ -39,10 +39,10 @@ def test_a_second_turn_that_is_computed_in_parts(left: int) -> None:
     connect(engine.worker, "P", num_blocks=64)
     prompt = range(7 * BLOCK)
     engine.send("second turn", prompt, second_turn([[10, 11, 12], [20]], 40), max_tokens=1)
-    engine.answer("second turn", [PLENTY, PLENTY, left, left])
+    assert engine.answers("second turn", [PLENTY, PLENTY, left, left])
     assert (engine.computed["second turn"] < 6 * BLOCK) is since("0.21.0")
     for blocks in range(2, 7):
         begins = f"begins with {blocks} blocks"
         engine.ask(begins, [*prompt[: blocks * BLOCK], *range(900, 900 + 20)], max_tokens=1)
-        engine.answer(begins)
+        assert engine.answers(begins)
     assert engine.wrong == []

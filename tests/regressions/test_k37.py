@@ -20,10 +20,10 @@ PROMPT = range(1000, 1100)
 def test_a_prompt_that_goes_on_inside_a_block(shared: int) -> None:
     engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True, connected=False)
     engine.ask("first", PROMPT[:25], max_tokens=1)
-    engine.answer("first")
+    assert engine.answers("first")
     engine.ask("longer", PROMPT, max_tokens=1)
-    engine.answer("longer")
+    assert engine.answers("longer")
     assert engine.computed["longer"] < len(PROMPT), "nothing was found"
     engine.ask("begins like it", [*PROMPT[:shared], *range(5000, 5020)], max_tokens=1)
-    engine.answer("begins like it")
+    assert engine.answers("begins like it")
     assert engine.wrong == []

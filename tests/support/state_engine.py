@@ -21,15 +21,15 @@ PLENTY = 2048
 class StateEngine(OverlappedEngine):
     """Its groups are one of attention, and one of states."""
 
-    def answer(self, req_id: str, budgets: Iterable[int] = ()) -> None:
-        """Answer what was asked, in steps of at most so many tokens, and then in large ones."""
+    def answers(self, req_id: str, budgets: Iterable[int] = ()) -> bool:
+        """Go on in steps of at most so many tokens, then in large ones; whether it has ended."""
         for tokens in budgets:
             self.scheduler.max_num_scheduled_tokens = tokens
             self.advance()
         self.scheduler.max_num_scheduled_tokens = PLENTY
         for _ in range(20):
             self.advance()
-        assert self.finished[req_id] == "length"
+        return self.finished.get(req_id) == "length"
 
     def _launch(self) -> SchedulerOutput:
         decided = super()._launch()
