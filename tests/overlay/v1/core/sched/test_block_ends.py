@@ -48,3 +48,19 @@ def test_where_parts_end(drafts: bool, seed: int) -> None:
             assert tokens == min(plain, BLOCK - start % BLOCK)
             inside += tokens < plain
     assert inside
+
+
+def test_a_prompts_last_token_keeps_its_places_for_guesses() -> None:
+    made = engine_of(DecodeEngine, mode="align", guesses=GUESSES, drafts=True, prefix_caching=True)
+    for length in range(2 * BLOCK, 3 * BLOCK):
+        request = made.send(f"of {length}", range(length), None)
+        request.num_computed_tokens = length - 1
+        wanted = 1 + GUESSES
+        assert made.scheduler._mamba_block_aligned_split(request, wanted) == wanted
+
+
+def test_the_last_but_one_has_none() -> None:
+    made = engine_of(DecodeEngine, mode="align", guesses=1, drafts=True, prefix_caching=True)
+    request = made.send("r", range(2 * BLOCK + 1), None)
+    request.num_computed_tokens = 2 * BLOCK - 1
+    assert made.scheduler._mamba_block_aligned_split(request, 2) == 1
