@@ -47,7 +47,8 @@ def test_where_parts_end(drafts: bool, seed: int) -> None:
         else:
             assert tokens == min(plain, BLOCK - start % BLOCK)
             inside += tokens < plain
-    assert inside
+    # 0.26.0 sees to it itself where there is no draft model.
+    assert bool(inside) is (drafts or not since("0.26.0"))
 
 
 def test_a_prompts_last_token_keeps_its_places_for_guesses() -> None:
