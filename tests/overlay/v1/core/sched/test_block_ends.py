@@ -37,7 +37,7 @@ def test_where_parts_end(drafts: bool, seed: int) -> None:
         request.num_computed_tokens = computed
         start = computed + sum(cached)
         # From 0.25.0 on places for guesses may follow a prompt's last token.
-        wanted = chance.randint(1, max(1 + GUESSES, length - start))
+        wanted = chance.randint(1, max(1, length - start, (1 + GUESSES) * (start == length - 1)))
         tokens, plain = (
             split(request, wanted, *cached),
             stock(made.scheduler, request, wanted, *cached),
