@@ -110,6 +110,11 @@ class Shape:
         return WHOLE if self.mode == "none" else self.block_size
 
     @property
+    def hash_tokens(self) -> int:
+        """Tokens of which there is a hash."""
+        return self.unit or self.block_size
+
+    @property
     def extra_config(self) -> dict[str, Any]:
         """What the connector is told."""
         if self.keeps is None:
@@ -302,7 +307,7 @@ class Engine:
         config.scheduler_config.async_scheduling = shape.asynchronous
         kind = AsyncScheduler if shape.asynchronous else Scheduler
         init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(shape.unit or shape.block_size, sha256)
+        self._hasher = get_request_block_hasher(shape.hash_tokens, sha256)
         with self.around.clock.at(Place(self.name)):
             scheduler = kind(
                 vllm_config=config,
@@ -564,13 +569,11 @@ class Engine:
             kv = text.kv(start, end + len(work.guesses))
             first = len(kv) - work.rejected if sound else 0
             kv[first:] = ~kv[first:]  # of other tokens, or made of them
+            written = self._slots.written(work.req_id, work.span) + self._exported(work.span)
             for rank in self.ranks:
                 for group, table in enumerate(work.tables):
                     if group in rank.cells.states:
-                        for slot, position in self._slots.written(work.req_id, work.span):
-                            rank.cells.write_state(group, table[slot], kv[position - start])
-                        if exported := self._exported(work.span):
-                            slot, position = exported
+                        for slot, position in written:
                             rank.cells.write_state(group, table[slot], kv[position - start])
                     else:
                         rank.cells.write(group, table, start, kv)
@@ -584,19 +587,19 @@ class Engine:
         if step.work:
             self.around.note(self.name, "the model has run")
 
-    def _exported(self, span: Span) -> tuple[int, int] | None:
-        """The slot of a state that a step exports, and the token after which it is."""
+    def _exported(self, span: Span) -> list[tuple[int, int]]:
+        """The slot of a state that a step exports, and the position of the token after which it is;
+        none, or one."""
         shape = self.shape
         if not shape.exports:
-            return None
-        last = kv_cache_interface.get_mamba_prefill_checkpoint_position(
-            span.end, shape.unit or shape.block_size, bool(shape.lookahead)
+            return []
+        tokens = kv_cache_interface.get_mamba_prefill_checkpoint_position(
+            span.end, shape.hash_tokens, bool(shape.lookahead)
         )
-        if not kv_cache_interface.is_mamba_prefill_checkpoint_valid(
-            span.start, span.end, last, shape.unit or shape.block_size, shape.state_tokens, 1
-        ):
-            return None
-        return (span.end - 1) // shape.state_tokens - 1, last - 1
+        valid = kv_cache_interface.is_mamba_prefill_checkpoint_valid(
+            span.start, span.end, tokens, shape.hash_tokens, shape.state_tokens, 1
+        )
+        return [((span.end - 1) // shape.state_tokens - 1, tokens - 1)] if valid else []
 
     def _copy_states(self, work: Work, moves: list[tuple[int, int]]) -> None:
         for rank in self.ranks:

@@ -120,6 +120,17 @@ _TURNS = profile_of(
     events=200,
 )
 
+_SLOT_TURNS = dataclasses.replace(
+    _TURNS,
+    ranks=((1, 1),),
+    groups=(("full", "mamba"),),
+    modes=("align", "align", "none"),
+    lookahead=(0, 0, 1, 2),
+    guesses=True,
+    apart=True,
+    p_blocks=(40, 60),
+)
+
 PROFILES: Mapping[str, Profile] = {
     "quiet": profile_of(),
     "clients": profile_of({"abort": 1.5, "reject": 1, "drop": 0.3}, policies=("recompute", "fail")),
@@ -235,27 +246,9 @@ PROFILES: Mapping[str, Profile] = {
         refusals=("send_notif", "transfer", "make_prepped_xfer", "release_xfer_handle"),
     ),
     "turns": _TURNS,
-    "slot_turns": dataclasses.replace(
-        _TURNS,
-        ranks=((1, 1),),
-        groups=(("full", "mamba"),),
-        modes=("align", "align", "none"),
-        lookahead=(0, 0, 1, 2),
-        guesses=True,
-        apart=True,
-        p_blocks=(40, 60),
-    ),
+    "slot_turns": _SLOT_TURNS,
     "long_turns": dataclasses.replace(
-        _TURNS,
-        ranks=((1, 1),),
-        groups=(("full", "mamba"),),
-        modes=("align",),
-        lookahead=(0, 0, 1),
-        guesses=True,
-        apart=True,
-        p_blocks=(40, 60),
-        more=(8, 40),
-        branches=0.5,
+        _SLOT_TURNS, modes=("align",), lookahead=(0, 0, 1), more=(8, 40), branches=0.5
     ),
     "all": profile_of(
         {
