@@ -12,9 +12,13 @@ from typing import Any
 import pytest
 
 from tests.support.hybrid_engine import engine_of
+from tests.support.nixl_worker import connect
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.release import since
+from tests.support.state_engine import StateEngine
 
 BLOCK = 16
+UNIT = 4 if since("0.26.0") else None  # before that no part of a block is found here
 
 EARLIER = range(4 * BLOCK)
 """A prompt whose blocks are cached, and its state."""
@@ -67,3 +71,16 @@ def test_logprobs_of_a_prompt_are_of_all_its_tokens(params: dict[str, Any] | Non
     engine.run(TURNS)
     assert engine.finished["second"] == "length"
     assert engine.computed["second"] >= second.num_prompt_tokens
+
+
+@pytest.mark.parametrize("shared", [6, 22, 30])
+def test_a_load_that_begins_inside_a_block(shared: int) -> None:
+    engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True)
+    connect(engine.worker, "P", num_blocks=64)
+    engine.ask("here", EARLIER[:shared], max_tokens=1)
+    assert engine.run()
+    engine.ask("loads", EARLIER[:40], [[1, 2, 3], [10]])
+    assert engine.run()
+    assert engine.finished["loads"] == "length"
+    assert engine.computed["loads"] <= 2
+    assert engine.wrong == []

@@ -18,7 +18,14 @@ PROMPT = range(1000, 1100)
 
 @pytest.mark.parametrize("shared", [33, 37, 47])
 def test_a_prompt_that_goes_on_inside_a_block(shared: int) -> None:
-    engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True, connected=False)
+    engine = engine_of(
+        StateEngine,
+        mode="align",
+        exports=bool(UNIT),
+        unit=UNIT,
+        prefix_caching=True,
+        connected=False,
+    )
     engine.ask("first", PROMPT[:25], max_tokens=1)
     assert engine.answers("first")
     engine.ask("longer", PROMPT, max_tokens=1)

@@ -57,7 +57,7 @@ def engine_of(
     mode: str,
     guesses: int = 0,
     drafts: bool = False,
-    unit: int | None = None,
+    exports: bool = False,
     **config: Any,  # noqa: ANN401 - of `kind`
 ) -> _Engine:
     """An engine of a hybrid model.
@@ -68,8 +68,7 @@ def engine_of(
             which the last is kept; "all", which keeps each.
         guesses: tokens that it guesses in a step.
         drafts: the scheduler knows of that, and that a draft model guesses them.
-        unit: see `DecodeEngine`; where there is one, the layers export a state from within a step,
-            as from 0.30.0 on some do.
+        exports: the layers export a state from within a step, as from 0.30.0 on some do.
         config: further arguments of `kind`; with `prefix_caching`, prefixes of states too.
     """
     tokens = WHOLE if mode == "none" else 16
@@ -87,12 +86,12 @@ def engine_of(
         return scheduler(**words | {"block_size": tokens})  # as the engine core chooses it
 
     with (
-        states(tokens, mode=mode, guesses=guesses, exports=bool(unit)),
+        states(tokens, mode=mode, guesses=guesses, exports=exports),
         mock.patch.object(decode_engine, "make_worker", worker),
         mock.patch.object(decode_engine, "Scheduler", partial(largest, Scheduler)),
         mock.patch.object(prefill_engine, "AsyncScheduler", partial(largest, AsyncScheduler)),
     ):
-        return kind(groups=("full", "mamba"), unit=unit, **config)
+        return kind(groups=("full", "mamba"), **config)
 
 
 def states_of(engine: DecodeEngine) -> KVCacheGroupSpec:

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from vllm.utils.math_utils import cdiv
 from vllm.v1 import kv_cache_interface
-from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
+from tests.support.hybrid_engine import states_of
 from tests.support.overlapped_engine import OverlappedEngine, kv_of
 
 PLENTY = 2048
@@ -31,13 +31,15 @@ class StateEngine(OverlappedEngine):
             self.advance()
         return self.finished.get(req_id) == "length"
 
-    def _launch(self) -> SchedulerOutput:
-        decided = super()._launch()
-        for copy in getattr(decided, "kv_cache_block_copies", None) or ():
-            for offset in range(self.block_size):
-                kv = self.cache.get((copy.src_block_id, offset), 0)
-                self.cache[copy.dst_block_id, offset] = kv
-        return decided
+    def _end(self) -> None:
+        copies = getattr(self.steps[0].decided, "kv_cache_block_copies", None) or ()
+        sources = [
+            [self.cache.get((copy.src_block_id, offset), 0) for offset in range(self.block_size)]
+            for copy in copies
+        ]  # all are read before any is written
+        for copy, source in zip(copies, sources, strict=True):
+            self.cache.update(((copy.dst_block_id, at), kv) for at, kv in enumerate(source))
+        super()._end()
 
     def _write(
         self, request: Request, tokens: Sequence[int], blocks: Sequence[Sequence[int]]
@@ -45,7 +47,9 @@ class StateEngine(OverlappedEngine):
         attention, states = blocks
         super()._write(request, tokens, [attention])
         super()._write(request, tokens[-1:], [states])
-        if self.unit and (exported := self._exported(tokens[0], tokens[-1] + 1)):
+        spec = states_of(self).kv_cache_spec
+        exports = getattr(spec, "num_prefill_checkpoint_blocks", 0)  # from 0.30.0 on
+        if exports and (exported := self._exported(tokens[0], tokens[-1] + 1)):
             block = states[cdiv(tokens[-1] + 1, self.block_size) - 2]
             self.cache[block, (exported - 1) % self.block_size] = kv_of(request, exported - 1)
 

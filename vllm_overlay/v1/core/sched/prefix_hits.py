@@ -46,7 +46,11 @@ def hits_before_load(
     blocks, hits = coordinator.find_longest_cache_hit_per_group(
         request.block_hashes, request.num_tokens - 1
     )
-    differ = request if len(set(hits)) > 1 else None
+    found = hits
+    with_nixl = [*map(transfers_with_nixl, connectors_in(scheduler.connector))] == [True]
+    if with_nixl:
+        blocks, hits = _whole_blocks(scheduler, blocks, hits)
+    differ = request if len({*found, *hits}) > 1 else None
     scheduler._hits_differ = differ  # type: ignore[attr-defined, unused-ignore]
     groups = scheduler.kv_cache_config.kv_cache_groups
     attention = [
@@ -56,7 +60,7 @@ def hits_before_load(
     ]
     if max(hits) == min(attention, default=0):
         return blocks, hits
-    if [*map(transfers_with_nixl, connectors_in(scheduler.connector))] == [True]:
+    if with_nixl:
         local = max(attention, default=0)
         kept = zip(blocks, hits, strict=True)
         return tuple(one if hit <= local else [] for one, hit in kept), (local,)
@@ -82,7 +86,8 @@ def hits_after_load(
 
     Returns:
         `found`; or, where nothing is loaded and the groups have not found the same, what they all
-        have. Then the lookup has been counted for as many tokens.
+        have, blocks that they have the beginning of included. Then the lookup has been counted for
+        as many tokens.
     """
     blocks, local, further = found
     if loaded or vars(scheduler).get("_hits_differ") is not request:
@@ -96,6 +101,18 @@ def hits_after_load(
         else:
             stats.hits += agreed - local
     return manager.create_kv_cache_blocks(agreed_blocks), agreed, further
+
+
+def _whole_blocks(
+    scheduler: Scheduler, blocks: tuple[list[KVCacheBlock], ...], hits: tuple[int, ...]
+) -> tuple[tuple[list[KVCacheBlock], ...], tuple[int, ...]]:
+    """Leave out what a group has of a block's beginning: NIXL reads whole blocks."""
+    managers = scheduler.kv_cache_manager.coordinator.single_type_managers
+    whole = tuple(hit - hit % scheduler.block_size for hit in hits)
+    return tuple(
+        one[: hit // manager.block_size]
+        for one, hit, manager in zip(blocks, whole, managers, strict=True)
+    ), whole
 
 
 def _agreed_hits(
