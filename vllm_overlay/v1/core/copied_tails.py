@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.26.0 to 0.31.0: of a block of KV is copied what is there when the copy is made.
+"""0.26.0 to 0.32.0: of a block of KV is copied what is there when the copy is made.
 
 Where a prefix may end inside a block, who finds such a part gets a copy of the block, which the
 model runner makes before it computes the step. The block is found as soon as the step is decided on
@@ -31,6 +31,9 @@ class CopiesWhatIsThere(_Manager):
 
     def cache_blocks(self, request: Request, num_tokens: int, *args: Any, **named: Any) -> None:  # noqa: ANN401 - as the next base
         """Cache blocks, of which the step that is decided on writes the last."""
+        if self.block_size == self.block_pool.hash_block_size:  # none is found by a part
+            super().cache_blocks(request, num_tokens, *args, **named)
+            return
         full = self.num_cached_block.get(request.request_id, 0)
         begin = max(request.num_computed_tokens, full * self.block_size)
         super().cache_blocks(request, num_tokens, *args, **named)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import ceil
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
@@ -11,9 +12,20 @@ import torch
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec
 
-from tests.regressions.test_48425 import BLOCK, EARLIER, OTHER, SHARED, TURNS, make
+from tests.regressions.test_48425 import (
+    BLOCK,
+    EARLIER,
+    OTHER,
+    SHARED,
+    TO_D,
+    TURNS,
+    UNIT,
+    make,
+)
+from tests.support.hybrid_engine import engine_of
 from tests.support.nixl_worker import connect
 from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.state_engine import StateEngine
 
 hits = pytest.importorskip("vllm_overlay.v1.core.sched.prefix_hits", reason="0.24.0 to 0.26.0")
 
@@ -36,18 +48,21 @@ class Several:
         self._connectors = connectors
 
 
-def found(*groups: tuple[Any, int], connector: object) -> tuple[Any, int]:
+def found(*groups: tuple[Any, float], connector: object) -> tuple[Any, int]:
     """What counts where groups of these kinds have so many blocks, and 1 block is what all have."""
 
     def apart(*_: object) -> tuple[Any, tuple[int, ...]]:
-        return tuple(["block"] * n for _, n in groups), tuple(n * BLOCK for _, n in groups)
+        blocks = tuple(["block"] * ceil(n) for _, n in groups)
+        return blocks, tuple(int(n * BLOCK) for _, n in groups)
 
     coordinator = SimpleNamespace(
         find_longest_cache_hit_per_group=apart,
         find_longest_cache_hit=lambda *_: ((["agreed"],) * len(groups), BLOCK, 0),
+        single_type_managers=[SimpleNamespace(block_size=BLOCK) for _ in groups],
     )
     config = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=s) for s, _ in groups])
     scheduler: Any = SimpleNamespace(
+        block_size=BLOCK,
         connector=connector,
         kv_cache_config=config,
         kv_cache_manager=SimpleNamespace(coordinator=coordinator),
@@ -65,10 +80,16 @@ def found(*groups: tuple[Any, int], connector: object) -> tuple[Any, int]:
         ([(FULL, 0), (STATE, 4)], ([0, 0], 0), ([1, 1], 1)),
         ([(FULL, 4), (FULL, 3), (STATE, 1)], ([4, 3, 1], 4), ([1, 1, 1], 1)),
         ([(STATE, 4), (STATE, 4)], ([0, 0], 0), ([1, 1], 1)),
+        ([(FULL, 1.5), (STATE, 1.5)], ([1, 1], 1), ([2, 2], 1.5)),
+        ([(FULL, 2.5), (STATE, 1)], ([2, 1], 2), ([3, 1], 2.5)),
+        ([(FULL, 0.5), (STATE, 2.5)], ([0, 0], 0), ([1, 1], 1)),
+        ([(FULL, 1.25), (STATE, 1.75)], ([1, 1], 1), ([1, 1], 1)),
     ],
 )
 def test_what_full_attention_has_counts(
-    groups: list[tuple[Any, int]], nixl: tuple[list[int], int], other: tuple[list[int], int]
+    groups: list[tuple[Any, float]],
+    nixl: tuple[list[int], float],
+    other: tuple[list[int], float],
 ) -> None:
     for connector, (blocks, local) in {
         NixlPullConnector(): nixl,
@@ -201,3 +222,15 @@ def test_who_goes_on_after_a_preemption_has_what_it_looks_at() -> None:
         engine.ask(req_id, prompt, [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10]], max_tokens=BLOCK)
     assert engine.run()
     assert engine.wrong == []
+
+
+@pytest.mark.skipif(not UNIT, reason="from 0.26.0 on")
+@pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])
+def test_where_nothing_is_loaded_parts_of_blocks_are_used(params: dict[str, Any] | None) -> None:
+    engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True)
+    for req_id, prompt in {"earlier": EARLIER[:26], "second": [*EARLIER[:26], *OTHER]}.items():
+        engine.send(req_id, prompt, params, max_tokens=1)
+        engine.run(TURNS)
+    assert engine.wrong == []
+    last = params is TO_D  # which P leaves to D
+    assert engine.computed["second"] == 2 + len(OTHER) - last
