@@ -46,7 +46,9 @@ class StateEngine(OverlappedEngine):
     ) -> None:
         attention, states = blocks
         super()._write(request, tokens, [attention])
-        super()._write(request, tokens[-1:], [states])
+        for token, (block, at) in self._places(tokens[-1:], states):
+            self.cache.update(((block, other), 0) for other in range(self.block_size))
+            self.cache[block, at] = kv_of(request, token)
         spec = states_of(self).kv_cache_spec
         exports = getattr(spec, "num_prefill_checkpoint_blocks", 0)  # from 0.30.0 on
         if exports and (exported := self._exported(tokens[0], tokens[-1] + 1)):
@@ -55,8 +57,12 @@ class StateEngine(OverlappedEngine):
 
     def _exported(self, start: int, end: int) -> int | None:
         """After how many tokens a step exports a state, as its layers decide."""
-        at = kv_cache_interface.get_mamba_prefill_checkpoint_position(end, self.unit, False)
+        _, states = self.scheduler.kv_cache_manager.coordinator.single_type_managers
+        unit = self.unit or self.block_size
+        at = kv_cache_interface.get_mamba_prefill_checkpoint_position(
+            end, unit, states.drop_eagle_checkpoint_block
+        )
         valid = kv_cache_interface.is_mamba_prefill_checkpoint_valid(
-            start, end, at, self.unit, self.block_size, 1
+            start, end, at, unit, self.block_size, 1
         )
         return at if valid else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""0.27.0 and 0.27.1: what the cache has of a prompt is cut to whole blocks, its states too.
+"""0.27.0 to 0.27.1: what the cache has of a prompt is cut to whole blocks, its states too.
 
 Where a connector brings more of a prompt than the prefix cache has, a block of which the cache has
 the beginning is left to the connector. Stock then asks each group for as many blocks as attention
@@ -9,6 +9,7 @@ has; states may have fewer, as the connector brings the one that counts. 0.28.0 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING
 
@@ -27,17 +28,20 @@ def states_may_have_less(
     def wrapper(
         self: KVCacheManager, blocks: KVCacheBlocks, num_computed_tokens: int
     ) -> KVCacheBlocks:
-        groups = list(zip(blocks.blocks, self.coordinator.single_type_managers, strict=True))
-        if not any(
-            isinstance(manager, MambaManager)
-            and len(group) < num_computed_tokens // manager.block_size
-            for group, manager in groups
-        ):
-            return truncate(self, blocks, num_computed_tokens)
+        null = self.block_pool.null_block
+        padded = tuple(
+            [*group, *[null] * (num_computed_tokens // manager.block_size - len(group))]
+            if isinstance(manager, MambaManager)
+            else group
+            for group, manager in zip(
+                blocks.blocks, self.coordinator.single_type_managers, strict=True
+            )
+        )
+        cut = truncate(self, replace(blocks, blocks=padded), num_computed_tokens)
         return self.create_kv_cache_blocks(
             tuple(
-                list(group[: num_computed_tokens // manager.block_size])
-                for group, manager in groups
+                list(taken[: len(group)])
+                for taken, group in zip(cut.blocks, blocks.blocks, strict=True)
             )
         )
 

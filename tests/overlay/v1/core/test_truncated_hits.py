@@ -6,7 +6,7 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 
 from tests.support.hybrid_engine import engine_of
-from tests.support.nixl_worker import attempt
+from tests.support.nixl_worker import EngineDiedError, attempt
 from tests.support.state_engine import StateEngine
 
 pytest.importorskip("vllm_overlay.v1.core.truncated_hits", reason="0.27.0 and 0.27.1")
@@ -23,8 +23,12 @@ def test_as_many_blocks_as_there_are(attention: int, states: int, whole: int) ->
     found = manager.create_kv_cache_blocks((pool[1 : 1 + attention], pool[10 : 10 + states]))
     arguments = manager, found, whole * BLOCK
     cut = attempt(manager.truncate_computed_blocks, found, whole * BLOCK)
-    if states < whole:
-        assert [len(group) for group in cut.blocks] == [min(attention, whole), states]
+    stock = attempt(KVCacheManager.truncate_computed_blocks.__wrapped__, *arguments)
+    if states < whole and attention >= whole:
+        assert isinstance(stock, EngineDiedError)
+        assert [list(group) for group in getattr(cut, "blocks", ())] == [
+            pool[1 : 1 + whole],
+            pool[10 : 10 + states],
+        ]
     else:
-        stock = attempt(KVCacheManager.truncate_computed_blocks.__wrapped__, *arguments)
         assert (type(cut), getattr(cut, "blocks", 0)) == (type(stock), getattr(stock, "blocks", 0))
