@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 def before_the_answer(cache: _Cache) -> _Cache:
-    """Have `MambaManager._cache_partial_tail_block` cache nothing once an answer has begun."""
+    """Have `MambaManager._cache_partial_tail_block` cache no running state of an answer.
+
+    A state that the step exports it caches as on stock.
+    """
 
     @wraps(cache)
     def wrapper(
@@ -30,6 +33,8 @@ def before_the_answer(cache: _Cache) -> _Cache:
         *args: Any,  # noqa: ANN401 - as it is called
         **named: Any,  # noqa: ANN401 - likewise
     ) -> BlockHashWithGroupId | None:
-        return None if request.num_output_placeholders else cache(self, request, *args, **named)
+        if request.num_output_placeholders and request.request_id not in self._checkpoints:
+            return None
+        return cache(self, request, *args, **named)
 
     return wrapper
