@@ -21,7 +21,7 @@ def test_two_prompts_of_one_step_that_begin_like_a_third(shorter: int, computes:
         StateEngine,
         mode="align",
         guesses=1,
-        drafts=True,
+        drafts=bool(UNIT),  # up to 0.25.1 other hits of a draft model are wrong: K35
         unit=UNIT,
         prefix_caching=True,
         connected=False,

@@ -12,6 +12,7 @@ from tests.support.release import since
 from tests.support.state_engine import StateEngine
 
 BLOCK = 16
+EXPORTS = since("0.30.0")
 PROMPT = range(1000, 1100)
 
 
@@ -21,8 +22,8 @@ def test_a_prompt_that_begins_like_one_that_was_computed_in_parts(parts: list[in
         StateEngine,
         mode="align",
         guesses=1,
-        drafts=True,
-        exports=since("0.30.0"),
+        drafts=EXPORTS,  # up to 0.25.1 other hits of a draft model are wrong: K35
+        exports=EXPORTS,
         prefix_caching=True,
         connected=False,
     )
