@@ -42,6 +42,7 @@ PROFILES = (
     "slots",
     "blockwise",
     "parts_of_blocks",
+    "exports",
     "crowded",
     "lookahead",
     "guesses",

@@ -93,6 +93,8 @@ def profile_of(more: Mapping[str, float] | None = None, **changes: Any) -> Profi
 
 _RANKS = ((1, 1), (1, 1), (2, 1), (1, 2), (2, 2), (4, 1), (4, 2), (1, 4))
 
+_EXPORTS = (False, True) if since("0.30.0") else (False,)
+
 _HYBRIDS = profile_of(
     {"ask": 6, "plain": 3, "forward": 8, "tick": 20, "job": 8, "move": 10, "abort": 0.5},
     groups=(("full", "mamba"),),
@@ -214,7 +216,15 @@ PROFILES: Mapping[str, Profile] = {
         guesses=True,
         apart=True,
         units=(2, 2, None) if since("0.26.0") else (None,),
-        exports=(False, True) if since("0.30.0") else (False,),
+        exports=_EXPORTS,
+    ),
+    "exports": dataclasses.replace(
+        _HYBRIDS,
+        modes=("align",),
+        lookahead=(0, 1, 2, 3),
+        guesses=True,
+        apart=True,
+        exports=_EXPORTS,
     ),
     "crowded": profile_of(
         {"ask": 5, "plain": 5, "model": 1},
@@ -248,7 +258,12 @@ PROFILES: Mapping[str, Profile] = {
     "turns": _TURNS,
     "slot_turns": _SLOT_TURNS,
     "long_turns": dataclasses.replace(
-        _SLOT_TURNS, modes=("align",), lookahead=(0, 0, 1), more=(8, 40), branches=0.5
+        _SLOT_TURNS,
+        modes=("align",),
+        lookahead=(0, 0, 1),
+        more=(8, 40),
+        branches=0.5,
+        exports=_EXPORTS,
     ),
     "all": profile_of(
         {
