@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, MambaManager
 
 from tests.support.hybrid_engine import engine_of
 from tests.support.release import since
 from tests.support.state_engine import StateEngine
 
-pytest.importorskip("vllm_overlay.v1.core.copied_tails", reason="from 0.26.0 on")
+copied_tails = pytest.importorskip("vllm_overlay.v1.core.copied_tails", reason="0.26.0 to 0.32.0")
 
+BLOCK = 16
 PROMPT = range(1000, 1100)
 
 
@@ -88,3 +91,93 @@ def test_nobody_waits_for_an_answer_behind_the_part() -> None:
     ask(engine, {"finds": [*PROMPT[:24], *range(30)]})
     [step] = steps(engine, 64)
     assert set(step) == {"answers", "finds"}
+
+
+class Stock:
+    """A coordinator of a group of states and one of attention, which says what it is asked."""
+
+    enable_partial_hash_hits = True
+
+    def __init__(self) -> None:
+        self.block_pool = SimpleNamespace(num_gpu_blocks=100)
+        self.calls: list[Any] = []
+        self.single_type_managers: list[Any] = []
+        for kind in (MambaManager, FullAttentionManager):
+            manager = kind.__new__(kind)
+            manager.kv_cache_group_id = len(self.single_type_managers)
+            manager.block_size = BLOCK
+            manager.num_cached_block = {"writes": 2}
+            first = 10 * manager.kv_cache_group_id
+            blocks = [SimpleNamespace(block_id=first + number) for number in range(6)]
+            manager.req_to_blocks = {"writes": blocks}
+            self.single_type_managers.append(manager)
+
+    def cache_blocks(self, *args: Any) -> None:  # noqa: ANN401 - whatever it is told
+        self.calls.append(args)
+
+    def get_num_blocks_to_allocate(self, *args: Any, **named: Any) -> Any:  # noqa: ANN401 - likewise
+        return args, named
+
+    def new_step_starts(self) -> None:
+        self.calls.append("new step")
+
+
+def asked(coordinator: Any, local: int, *, states: int = 0, attention: int = 0) -> Any:  # noqa: ANN401 - of a stand-in
+    """What a request is told that finds so many blocks of the one that writes; None: to wait."""
+    found = tuple(
+        manager.req_to_blocks["writes"][:count]
+        for manager, count in zip(
+            coordinator.single_type_managers, (states, attention), strict=True
+        )
+    )
+    args = "finds", 90, found, 0, local + 1, local, 90
+    said = coordinator.get_num_blocks_to_allocate(*args, apply_admission_cap=True)
+    assert said in ((args, {"apply_admission_cap": True}), 101)
+    return None if said == 101 else found
+
+
+@pytest.mark.parametrize("computed", [0, 40])
+def test_who_waits(computed: int) -> None:
+    """One writes from its third block on, or from the ninth token of it."""
+    coordinator = copied_tails.copies_what_is_there(Stock)()
+    writes = SimpleNamespace(request_id="writes", num_computed_tokens=computed)
+    coordinator.cache_blocks(writes, 75)
+    assert coordinator.calls == [(writes, 75)]
+    for local in range(4, 96, 4):
+        blocks = -(-local // BLOCK)
+        begins_inside = local % BLOCK and max(32, computed) < local < 80
+        assert (asked(coordinator, local, attention=blocks) is None) is bool(begins_inside)
+        assert (asked(coordinator, local, states=1, attention=blocks) is None) is bool(
+            begins_inside
+        )
+        assert asked(coordinator, local, states=blocks) is not None
+        assert asked(coordinator, local) is not None
+    coordinator.new_step_starts()
+    assert coordinator.calls[1:] == ["new step"]
+    assert asked(coordinator, 44, attention=3) is not None
+
+
+def test_who_writes_for_the_first_time_begins_with_its_first_token() -> None:
+    coordinator = copied_tails.copies_what_is_there(Stock)()
+    for manager in coordinator.single_type_managers:
+        manager.num_cached_block.clear()
+    coordinator.cache_blocks(SimpleNamespace(request_id="writes", num_computed_tokens=0), 12)
+    assert asked(coordinator, 4, attention=1) is None
+    assert asked(coordinator, 20, attention=2) is not None
+
+
+def test_nobody_waits_where_prefixes_end_with_a_block() -> None:
+    coordinator = copied_tails.copies_what_is_there(Stock)()
+    coordinator.enable_partial_hash_hits = False
+    coordinator.cache_blocks(SimpleNamespace(request_id="writes", num_computed_tokens=0), 75)
+    assert asked(coordinator, 44, attention=3) is not None
+
+
+def test_the_class_goes_by_its_name() -> None:
+    made = copied_tails.copies_what_is_there(Stock)
+    assert issubclass(made, Stock)
+    assert [made.__name__, made.__module__, made.__doc__] == [
+        Stock.__name__,
+        Stock.__module__,
+        Stock.__doc__,
+    ]
