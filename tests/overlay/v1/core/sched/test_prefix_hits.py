@@ -234,3 +234,41 @@ def test_where_nothing_is_loaded_parts_of_blocks_are_used(params: dict[str, Any]
     assert engine.wrong == []
     last = params is TO_D  # which P leaves to D
     assert engine.computed["second"] == 2 + len(OTHER) - last
+
+
+@pytest.mark.parametrize("params", [TO_D, None], ids=["p", "d"])
+@pytest.mark.parametrize(("tokens", "unit"), [(64, None), (64, UNIT), (60, UNIT)])
+def test_a_prompt_that_comes_again_has_a_token_left(
+    tokens: int, unit: int | None, params: dict[str, Any] | None
+) -> None:
+    engine = engine_of(StateEngine, mode="align", unit=unit, prefix_caching=True)
+    for req_id in ("earlier", "again"):
+        engine.send(req_id, EARLIER[:tokens], params, max_tokens=1)
+        engine.run(TURNS)
+    assert engine.finished["again"] == "length"
+    assert engine.wrong == []
+
+
+@pytest.mark.skipif(not UNIT, reason="from 0.26.0 on")
+def test_all_but_the_last_token_may_be_found() -> None:
+    engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True)
+    engine.ask("earlier", EARLIER[:60], max_tokens=1)
+    assert engine.run()
+    engine.ask("one more", [*EARLIER[:60], 7], max_tokens=1)
+    assert engine.run()
+    assert engine.wrong == []
+    assert engine.computed["one more"] == 1
+
+
+@pytest.mark.skipif(not UNIT, reason="from 0.26.0 on")
+@pytest.mark.parametrize("further", [0, 2 * BLOCK])
+def test_where_a_group_has_more_is_where_it_ends(further: int) -> None:
+    request = Mock(num_tokens=100, num_preemptions=0)
+    coordinator = SimpleNamespace(find_longest_cache_hit=lambda *_: (("agreed",), BLOCK, further))
+    manager = SimpleNamespace(
+        coordinator=coordinator, log_stats=False, create_kv_cache_blocks=lambda blocks: blocks
+    )
+    scheduler = SimpleNamespace(kv_cache_manager=manager, _hits_differ=request)
+    found = hits.hits_after_load(scheduler, request, 0, ("found",), 3 * BLOCK, 0)
+    assert found == (("agreed",), BLOCK, BLOCK + further if further else 0)
+    assert hits.hits_after_load(scheduler, request, 8, ("found",), 48, 0) == (("found",), 48, 0)
