@@ -75,11 +75,16 @@ def test_logprobs_of_a_prompt_are_of_all_its_tokens(params: dict[str, Any] | Non
 
 @pytest.mark.parametrize("shared", [6, 22, 30])
 def test_a_load_that_begins_inside_a_block(shared: int) -> None:
-    engine = engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True)
+    hybrid = since("0.23.0")  # up to 0.22.1 D ends of any load of a hybrid that caches: 42554
+    engine = (
+        engine_of(StateEngine, mode="align", unit=UNIT, prefix_caching=True)
+        if hybrid
+        else OverlappedEngine()
+    )
     connect(engine.worker, "P", num_blocks=64)
     engine.ask("here", EARLIER[:shared], max_tokens=1)
     assert engine.run()
-    engine.ask("loads", EARLIER[:40], [[1, 2, 3], [10]])
+    engine.ask("loads", EARLIER[:40], [[1, 2, 3], [10]][: 1 + hybrid])
     assert engine.run()
     assert engine.finished["loads"] == "length"
     assert engine.computed["loads"] <= 2
