@@ -7,16 +7,17 @@ from types import SimpleNamespace
 import pytest
 
 from tests.support.hybrid_engine import engine_of
+from tests.support.release import since
 from tests.support.state_engine import StateEngine
 
 answered_states = pytest.importorskip(
-    "vllm_overlay.v1.core.answered_states", reason="0.30.0 and 0.31.0"
+    "vllm_overlay.v1.core.answered_states", reason="0.26.0 to 0.31.0"
 )
 
 PROMPT = range(1000, 1020)
 
 
-@pytest.mark.parametrize("exports", [False, True])
+@pytest.mark.parametrize("exports", [False, since("0.30.0")])
 def test_what_is_found_of_a_prompt_that_is_being_answered(exports: bool) -> None:
     engine = engine_of(
         StateEngine, mode="align", exports=exports, unit=4, prefix_caching=True, connected=False
@@ -31,12 +32,16 @@ def test_what_is_found_of_a_prompt_that_is_being_answered(exports: bool) -> None
     assert engine.computed["begins like it"] == (9 if exports else 5)
 
 
-@pytest.mark.parametrize("exports", [False, True])
-@pytest.mark.parametrize("placeholders", [0, 1])
-def test_what_a_step_exports_is_cached_whatever_comes(placeholders: int, exports: bool) -> None:
-    """0.30.0 keeps the places of an answer that a session's next input has ended."""
-    manager = SimpleNamespace(_checkpoints={"session": (64, 3)} if exports else {})
-    request = SimpleNamespace(request_id="session", num_output_placeholders=placeholders)
-    cache = answered_states.before_the_answer(lambda _, request, tokens: (request, tokens))
-    cached = cache(manager, request, 72)
-    assert cached == (None if placeholders and not exports else (request, 72))
+@pytest.mark.parametrize(
+    ("computed", "placeholders", "is_told"),
+    [(71, 0, True), (72, 0, True), (71, 1, True), (72, 1, False), (73, 1, False)],
+    ids=["prompt", "loaded", "next-input-of-a-session", "answer", "answer-with-two-steps"],
+)
+def test_steps_of_an_answer_alone_are_left_out(
+    computed: int, placeholders: int, is_told: bool
+) -> None:
+    """A session's next input may come while places of its last answer are kept."""
+    request = SimpleNamespace(num_computed_tokens=computed, num_output_placeholders=placeholders)
+    cache = answered_states.before_the_answer(lambda _, *told, **more: (told, more))
+    cached = cache(None, request, 72, retention_interval=0)
+    assert cached == (((request, 72), {"retention_interval": 0}) if is_told else None)
