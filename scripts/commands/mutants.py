@@ -18,7 +18,7 @@ from dataclasses import asdict
 from rich.markup import escape
 from rich.table import Table
 
-from scripts.mutants.run import TOOLS, Row, of_release, of_tools
+from scripts.mutants.run import TOOLS, Row, of_release, of_tools, rows_file
 from scripts.mutants.verdict import SHARE, Verdict, judge, read_equivalents
 from scripts.project import REPORTS, ROOT, supported_release
 from scripts.system.console import at_least, entry, err, out, parser_of
@@ -43,12 +43,13 @@ def main() -> None:
     equivalents = read_equivalents()
     only = _survivors(release) if options.survivors else []
     start = time.monotonic()
+    err.print(f"each mutant, as it is tried: {rows_file(release).relative_to(ROOT)}")
     if tools:
         rows = of_tools(options.module, options.workers, options.tests, only)
     else:
         rows = of_release(release, options.module, options.workers, options.tests, only)
     verdict = judge(release, rows, equivalents, whole=not only)
-    _write(release, rows, verdict)
+    _write(release, verdict)
     out.print(_table(release, verdict))
     err.print(f"{time.monotonic() - start:.0f} s")
     for row in verdict.survivors:
@@ -89,14 +90,12 @@ def _survivors(release: str) -> list[Row]:
     return survivors
 
 
-def _write(release: str, rows: list[Row], verdict: Verdict) -> None:
-    REPORTS.mkdir(exist_ok=True)
+def _write(release: str, verdict: Verdict) -> None:
     report = {
         "release": release,
         "modules": {module: asdict(count) for module, count in verdict.counts.items()},
         "survivors": verdict.survivors,
         "faults": verdict.faults,
-        "rows": rows,
     }
     path = REPORTS / f"mutants-{release}.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

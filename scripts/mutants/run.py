@@ -20,7 +20,7 @@ from typing import Any
 from scripts.patchset.overlay import overlay_files, scope_of
 from scripts.patchset.registry import load_registry
 from scripts.patchset.series import Series, load_series
-from scripts.project import ROOT
+from scripts.project import REPORTS, ROOT
 from scripts.prove.environment import Environment, stage
 from scripts.prove.pytest import PLUGIN, pytest_arguments
 from scripts.system.errors import CheckFailedError, UsageError
@@ -80,7 +80,9 @@ def of_release(
         chosen = [ROOT / test for test in tests or that_test(release)]
         command = [str(environment.python), "-m", *pytest_arguments("-p", PLUGIN)]
         variables = environment.variables(shadow)
-        return rows_of(command, files, chosen, workers, stage(), variables, only=only)
+        return rows_of(
+            command, files, chosen, workers, stage(), variables, rows_file(release), only=only
+        )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -95,7 +97,12 @@ def of_tools(
     files = {_module(name): ROOT / name for name in modules}
     command = [sys.executable, "-m", *pytest_arguments()]
     paths = [ROOT / test for test in tests or parts]
-    return rows_of(command, files, paths, workers, ROOT, {}, only=only)
+    return rows_of(command, files, paths, workers, ROOT, {}, rows_file(TOOLS), only=only)
+
+
+def rows_file(release: str) -> Path:
+    """Return the file that gets a line of JSON for each mutant of a release, as it is tried."""
+    return REPORTS / f"mutants-{release}.jsonl"
 
 
 def overlay_modules(release: str, series: Series) -> list[str]:
@@ -137,6 +144,7 @@ def rows_of(
     workers: int,
     cwd: Path,
     variables: Mapping[str, str],
+    out: Path,
     patience: float = 15.0,
     only: Sequence[Row] = (),
 ) -> list[Row]:
@@ -149,14 +157,17 @@ def rows_of(
         workers: Processes at a time.
         cwd: A folder from which `tests.programs` can be imported.
         variables: Those of the environment.
+        out: The file that gets a row a line, as a mutant is tried.
         patience: Seconds that a test may take beyond ten times what it takes without a mutant.
         only: Mutants to try, as an earlier run has written them; empty for all.
 
     Raises:
         CheckFailedError: The tests could not be run.
     """
+    out.parent.mkdir(exist_ok=True)
+    out.unlink(missing_ok=True)
     with tempfile.TemporaryDirectory() as folder:
-        settings, out = Path(folder, "settings.json"), Path(folder, "rows.jsonl")
+        settings = Path(folder, "settings.json")
         modules = {name: str(path) for name, path in files.items()}
         said = {
             "modules": modules,
@@ -178,7 +189,7 @@ def rows_of(
             timeout=_LIMIT,
             check=False,
         )
-        rows = [json.loads(line) for line in _lines(out)]
+    rows = [json.loads(line) for line in _lines(out)]
     if result.returncode or not rows:
         raise CheckFailedError(
             f"pytest ended with {result.returncode}:\n{(result.stdout + result.stderr)[-3000:]}",

@@ -120,8 +120,7 @@ def simulate(release: str, sides: Sequence[str], arguments: Sequence[str]) -> li
             if name == "patched" and side.findings:
                 replayed = REPORTS / f"simulate-{release}-replayed.jsonl"
                 _start(environment, None, replayed, ["--replay", str(report)])
-                rows = map(json.loads, replayed.read_text(encoding="utf-8").splitlines())
-                side.elsewhere = {row["of"]: row["label"] for row in rows}
+                side.elsewhere = {row["of"]: row["label"] for row in _rows(replayed)}
             played.append(side)
     return played
 
@@ -192,9 +191,9 @@ def read_life(name: str, report: Path) -> Life:
     """Read what was written of a life.
 
     Raises:
-        CheckFailedError: It has no end.
+        CheckFailedError: It has no end, or a line that is not whole.
     """
-    rows = list(map(json.loads, report.read_text(encoding="utf-8").splitlines()))
+    rows = _rows(report)
     samples = [row for row in rows if "sizes" in row]
     if not samples or "growing" not in rows[-1]:
         raise _endless(report)
@@ -236,11 +235,10 @@ def read(name: str, report: Path) -> Side:
     """Read what was written of a side.
 
     Raises:
-        CheckFailedError: It has no end.
+        CheckFailedError: It has no end, or a line that is not whole.
     """
     side, ended = Side(name), False
-    for line in report.read_text(encoding="utf-8").splitlines() if report.is_file() else ():
-        row = json.loads(line)
+    for row in _rows(report) if report.is_file() else ():
         if "label" in row:
             side.findings[row["label"]] = row
         else:
@@ -252,11 +250,18 @@ def read(name: str, report: Path) -> Side:
     return side
 
 
+def _rows(report: Path) -> list[Row]:
+    try:
+        return [json.loads(line) for line in report.read_text(encoding="utf-8").splitlines()]
+    except json.JSONDecodeError as error:
+        raise _endless(report) from error
+
+
 def _endless(report: Path) -> CheckFailedError:
     return CheckFailedError(
-        f"{report.name} has no end: the simulation was stopped, or failed",
+        f"{report.name} has no end: the simulation was stopped, or failed, or another wrote there",
         expected="a last line that says how much was played",
-        next_step="run the same command again, with fewer steps",
+        next_step="run the same command again, with fewer steps, and none beside it",
     )
 
 

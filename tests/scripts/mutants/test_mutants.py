@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sys
 from pathlib import Path
 from textwrap import dedent
@@ -119,9 +120,8 @@ def tried(folder: Path, *only: Row) -> list[Row]:
         "--rootdir",
         folder,
     ]
-    return run.rows_of(
-        command, {"toy": folder / "toy.py"}, [folder / "test_toy.py"], 2, folder, {}, 2, only
-    )
+    files, tests, out = {"toy": folder / "toy.py"}, [folder / "test_toy.py"], folder / "rows.jsonl"
+    return run.rows_of(command, files, tests, 2, folder, {}, out, 2, only)
 
 
 def verdicts(rows: list[Row]) -> dict[tuple[str, str], str]:
@@ -358,6 +358,15 @@ def test_a_name_that_no_module_has_is_refused() -> None:
 
 def test_of_the_tools_every_name_counts() -> None:
     assert Equivalent("m", "f", "c", "w", "==1.0").is_for(TOOLS)
+
+
+def test_what_was_tried_stays_when_the_run_is_broken_off(toy: Path) -> None:
+    (toy / "rows.jsonl").write_text("of a run before\n")
+    (toy / "conftest.py").write_text("def pytest_sessionfinish():\n    raise RuntimeError\n")
+    with pytest.raises(CheckFailedError, match="pytest ended with"):
+        tried(toy)
+    rows = [json.loads(line) for line in (toy / "rows.jsonl").read_text().splitlines()]
+    assert "killed" in verdicts(rows).values()
 
 
 def test_without_a_process_nothing_is_tried(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_a_side(tmp_path: Path) -> None:
 def test_a_side_without_an_end_shows_nothing(tmp_path: Path, rows: list[object]) -> None:
     with pytest.raises(CheckFailedError, match="no end"):
         read("stock", written(tmp_path / "it.jsonl", *rows))
+
+
+@pytest.mark.parametrize("reads", [read, read_life])
+def test_a_line_that_is_not_whole_is_no_end(
+    tmp_path: Path, reads: Callable[[str, Path], object]
+) -> None:
+    path = tmp_path / "it.jsonl"
+    path.write_text('{"label": "an eng')
+    with pytest.raises(CheckFailedError, match="another wrote there"):
+        reads("stock", path)
 
 
 def test_its_own_is_what_the_other_side_does_not_show() -> None:
