@@ -464,6 +464,7 @@ class Engine:
         for req_id in decided.finished_req_ids:
             self._slots.forget(req_id)
             self._tables.pop(req_id, None)
+        self._hear(decided)
         work = []
         for req_id, count in decided.num_scheduled_tokens.items():
             request = self.scheduler.requests[req_id]
@@ -477,7 +478,7 @@ class Engine:
             work.append(
                 Work(
                     req_id,
-                    self._table(req_id, fresh=fresh),
+                    self._table(req_id),
                     start,
                     end,
                     end >= request.num_tokens,
@@ -497,22 +498,34 @@ class Engine:
         new = (each.req_id for each in decided.scheduled_new_reqs)
         return req_id in {*new, *decided.scheduled_cached_reqs.resumed_req_ids}
 
-    def _table(self, req_id: str, *, fresh: bool) -> tuple[list[int], ...]:
-        """A request's blocks, of each group, as the runner knows them.
+    def _hear(self, decided: Any) -> None:  # noqa: ANN401
+        """Take down each request's blocks, of each group, as the runner does.
 
         It hears of new blocks, not of those that were given up: what a state is copied from may be.
-        Of attention that is no less than the scheduler's, and whoever looks there has gone wrong.
         """
-        tables = tuple(map(list, self.scheduler.kv_cache_manager.get_block_ids(req_id)))
-        if not fresh and self.shape.states:
-            earlier = self._tables[req_id]
-            for group in self.ranks[0].cells.states:
-                known = earlier[group]
-                tables[group][: len(known)] = [
-                    now or before for now, before in zip(tables[group], known, strict=False)
-                ]
-        self._tables[req_id] = tables
-        return tables
+        for new in decided.scheduled_new_reqs:
+            self._tables[new.req_id] = tuple(map(list, new.block_ids))
+        cached = decided.scheduled_cached_reqs
+        for req_id, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            if req_id in cached.resumed_req_ids:
+                self._tables[req_id] = tuple(map(list, blocks))
+            else:
+                for table, more in zip(self._tables[req_id], blocks or (), strict=False):
+                    table += more
+
+    def _table(self, req_id: str) -> tuple[list[int], ...]:
+        """A request's blocks, of each group.
+
+        What the scheduler has given up of attention is left out: who looks there has gone wrong.
+        """
+        held = self.scheduler.kv_cache_manager.get_block_ids(req_id)
+        states = self.ranks[0].cells.states if self.shape.states else ()
+        return tuple(
+            list(table)
+            if group in states
+            else [block if kept else kept for block, kept in zip(table, blocks, strict=True)]
+            for group, (table, blocks) in enumerate(zip(self._tables[req_id], held, strict=True))
+        )
 
     def _in_flight(self, req_id: str, end: int) -> Work | None:
         """The part of a step whose output is not there, of a request of which it computes to `end`.
