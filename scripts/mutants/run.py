@@ -14,6 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,29 @@ CORE = (
 Row = Mapping[str, Any]
 """What is written of a mutant; tests/programs/mutants/plugin.py says what it holds."""
 
+
+@dataclass(frozen=True)
+class Chosen:
+    """Which mutants of the modules are tried.
+
+    Attributes:
+        only: Those that an earlier run has written so; empty for all.
+        sample: How many of them, at random; 0 for all.
+        seed: Of the sample.
+    """
+
+    only: Sequence[Row] = ()
+    sample: int = 0
+    seed: int = 0
+
+    @property
+    def all(self) -> bool:
+        """Whether none is left out."""
+        return not self.only and not self.sample
+
+
+ALL = Chosen()
+
 _PLUGIN = "tests.programs.mutants.plugin"
 _FIRST = 3  # python -m pytest: it has to see the other plugins import what it mutates
 _LIMIT = 6 * 3600.0  # seconds for a release
@@ -55,7 +79,7 @@ def of_release(
     named: Sequence[str],
     workers: int,
     tests: Sequence[str] = (),
-    only: Sequence[Row] = (),
+    chosen: Chosen = ALL,
 ) -> list[Row]:
     """Try the mutants of the overlay modules that `release` uses.
 
@@ -64,7 +88,7 @@ def of_release(
         named: Parts of modules' paths; empty for all.
         workers: Processes at a time.
         tests: Files or folders in place of all that test the overlay.
-        only: Mutants to try, as an earlier run has written them; empty for all.
+        chosen: Which mutants.
 
     Raises:
         UsageError: No module has such a name.
@@ -77,18 +101,18 @@ def of_release(
     try:
         shadow = environment.shadow(folder, series.patches)
         files = {_module(name): shadow / name for name in modules}
-        chosen = [ROOT / test for test in tests or that_test(release)]
+        paths = [ROOT / test for test in tests or that_test(release)]
         command = [str(environment.python), "-m", *pytest_arguments("-p", PLUGIN)]
         variables = environment.variables(shadow)
         return rows_of(
-            command, files, chosen, workers, stage(), variables, rows_file(release), only=only
+            command, files, paths, workers, stage(), variables, rows_file(release), chosen=chosen
         )
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def of_tools(
-    named: Sequence[str], workers: int, tests: Sequence[str] = (), only: Sequence[Row] = ()
+    named: Sequence[str], workers: int, tests: Sequence[str] = (), chosen: Chosen = ALL
 ) -> list[Row]:
     """Try the mutants of the tools' core, or of the modules below scripts/ that are `named`."""
     every = [path.relative_to(ROOT).as_posix() for path in sorted((ROOT / "scripts").rglob("*.py"))]
@@ -97,7 +121,7 @@ def of_tools(
     files = {_module(name): ROOT / name for name in modules}
     command = [sys.executable, "-m", *pytest_arguments()]
     paths = [ROOT / test for test in tests or parts]
-    return rows_of(command, files, paths, workers, ROOT, {}, rows_file(TOOLS), only=only)
+    return rows_of(command, files, paths, workers, ROOT, {}, rows_file(TOOLS), chosen=chosen)
 
 
 def rows_file(release: str) -> Path:
@@ -146,7 +170,7 @@ def rows_of(
     variables: Mapping[str, str],
     out: Path,
     patience: float = 15.0,
-    only: Sequence[Row] = (),
+    chosen: Chosen = ALL,
 ) -> list[Row]:
     """Try the mutants of some modules.
 
@@ -159,7 +183,7 @@ def rows_of(
         variables: Those of the environment.
         out: The file that gets a row a line, as a mutant is tried.
         patience: Seconds that a test may take beyond ten times what it takes without a mutant.
-        only: Mutants to try, as an earlier run has written them; empty for all.
+        chosen: Which mutants.
 
     Raises:
         CheckFailedError: The tests could not be run.
@@ -174,7 +198,9 @@ def rows_of(
             "workers": workers,
             "patience": patience,
             "out": str(out),
-            "only": [(row["module"], row["function"], row["change"]) for row in only],
+            "only": [(row["module"], row["function"], row["change"]) for row in chosen.only],
+            "sample": chosen.sample,
+            "seed": chosen.seed,
         }
         settings.write_text(json.dumps(said), encoding="utf-8")
         own = {

@@ -1,10 +1,11 @@
 """A pytest plugin: runs mutants of some modules against the tests that were collected.
 
 `KVFIX_MUTANTS` names a JSON file with `modules` (files by the name they are imported by),
-`workers`, `patience` (seconds), `out`, and in `only` the mutants to try if not all. Nothing is
-imported twice: the tests are collected once, run once in a fork to learn which of them executes
-which line, and then every mutant is a fork that swaps in its code and runs the tests that execute
-the changed lines, up to the first that fails.
+`workers`, `patience` (seconds), `out`, in `only` the mutants to try if not all, and in `sample` how
+many of those, chosen at random by `seed`, if not all. Nothing is imported twice: the tests are
+collected once, run once in a fork to learn which of them executes which line, and then every mutant
+is a fork that swaps in its code and runs the tests that execute the changed lines, up to the first
+that fails.
 
 `out` gets a JSON object a line: what was learned, then each mutant with its verdict:
 
@@ -22,6 +23,7 @@ import gc
 import importlib
 import json
 import os
+import random
 import socket
 import sys
 import threading
@@ -111,7 +113,7 @@ class _Run:
         self.sources = {
             name: Source(name, Path(file)) for name, file in settings["modules"].items()
         }
-        self.only = {tuple(each) for each in settings["only"]}
+        self.chosen = self._choose(settings["only"], settings["sample"], settings["seed"])
         self.seconds: dict[str, float] = {}
         self.reached: dict[tuple[str, int], set[str]] = {}
         self.failing: set[str] = set()
@@ -139,6 +141,22 @@ class _Run:
             on_import = any((str(source.path), line) in self.imported for line in lines)
             verdict = "import" if on_import and mutant.within else "not covered"
             yield self._row(source, number, [], verdict)
+
+    def _choose(
+        self, only: Sequence[Sequence[str]], sample: int, seed: int
+    ) -> set[tuple[str, str, str]]:
+        """Return which mutants to try: module, function, and change."""
+        every = [
+            (source.name, mutant.function, mutant.change)
+            for source in self.sources.values()
+            for mutant in source.mutants
+        ]
+        if only:
+            named = set(map(tuple, only))
+            every = [key for key in every if key in named]
+        if 0 < sample < len(every):
+            every = random.Random(seed).sample(every, sample)  # noqa: S311 - no secret
+        return set(every)
 
     # ------------------------------------------------------------ once, without a mutant
 
@@ -196,7 +214,7 @@ class _Run:
             of_module: set[str] = set()
             tried = []
             for number, mutant in enumerate(source.mutants):
-                if self.only and (source.name, mutant.function, mutant.change) not in self.only:
+                if (source.name, mutant.function, mutant.change) not in self.chosen:
                     continue
                 tests = self._reaching(source, mutant)
                 of_module |= tests

@@ -12,7 +12,7 @@ import pytest
 
 from scripts.commands import mutants
 from scripts.mutants import run
-from scripts.mutants.run import CORE, TOOLS, Row, overlay_modules, that_test
+from scripts.mutants.run import ALL, CORE, TOOLS, Chosen, Row, overlay_modules, that_test
 from scripts.mutants.verdict import SHARE, Equivalent, Verdict, judge, read_equivalents
 from scripts.patchset.series import load_series
 from scripts.project import ROOT
@@ -109,7 +109,7 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def tried(folder: Path, *only: Row) -> list[Row]:
+def tried(folder: Path, chosen: Chosen = ALL) -> list[Row]:
     command: list[str | Path] = [
         Path(sys.executable),
         "-m",
@@ -121,7 +121,7 @@ def tried(folder: Path, *only: Row) -> list[Row]:
         folder,
     ]
     files, tests, out = {"toy": folder / "toy.py"}, [folder / "test_toy.py"], folder / "rows.jsonl"
-    return run.rows_of(command, files, tests, 2, folder, {}, out, 2, only)
+    return run.rows_of(command, files, tests, 2, folder, {}, out, 2, chosen)
 
 
 def verdicts(rows: list[Row]) -> dict[tuple[str, str], str]:
@@ -154,12 +154,21 @@ def test_each_verdict(toy: Path) -> None:
 def test_only_some_are_tried_again(toy: Path) -> None:
     one = {"module": "toy", "function": "same", "change": "return number -> return None"}
 
-    rows = tried(toy, one)
+    rows = tried(toy, Chosen(only=[one]))
 
     assert list(verdicts(rows).items()) == [((one["function"], one["change"]), "killed")]
     named = [Equivalent("toy", "is_small", "x -> y", "why")]
     assert judge("1.0", rows, named, whole=False).faults == []
     assert judge("1.0", rows, named).faults != []
+
+
+def test_a_sample_is_that_of_its_seed(toy: Path) -> None:
+    first, again, other = (
+        list(verdicts(tried(toy, Chosen(sample=3, seed=seed)))) for seed in (1, 1, 2)
+    )
+    assert len(first) == 3
+    assert first == again
+    assert first != other
 
 
 def test_a_test_that_fails_without_a_mutant_is_a_fault_and_kills_nothing(toy: Path) -> None:
