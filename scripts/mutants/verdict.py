@@ -124,13 +124,11 @@ def judge(
     modules = set()
     for row in rows:
         if "module" not in row:
-            faults += [f"{test} fails without a mutant" for test in row["failing"]]
+            faults += [f"{test} fails without a mutant" for test in row.get("failing", ())]
+            faults += [row["fault"]] if "fault" in row else ()
             continue
         modules.add(row["module"])
         count = counts.setdefault(row["module"], Count())
-        if "fault" in row:
-            faults += [f"{row['module']}: {row['fault']}"] if row["fault"] else ()
-            continue
         key = (row["module"], row["function"], row["change"])
         seen[key] = row["verdict"]
         if row["verdict"] == "import":

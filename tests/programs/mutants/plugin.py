@@ -7,7 +7,8 @@ collected once, run once in a fork to learn which of them executes which line, a
 is a fork that swaps in its code and runs the tests that execute the changed lines, up to the first
 that fails.
 
-`out` gets a JSON object a line: what was learned, then each mutant with its verdict:
+`out` gets a JSON object a line: what was learned, a fault if a test fails where every module is put
+in place by the same means as it is, then each mutant with its verdict:
 
 - "killed": a test failed, or the process died of it;
 - "hung": a test took ten times as long as without it, and `patience` more;
@@ -29,7 +30,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -132,10 +133,17 @@ class _Run:
             source.find_functions(functions)
         gc.collect()
         gc.freeze()  # forks share what nobody writes to
-        tasks = self._tasks()
-        for (source, number, tests), answer in Children(self._try, self.workers).run(tasks):
+        mutants = self._reached_mutants()
+        reached = [(source, number, tests) for source, number, tests in mutants if tests]
+        shares = self._shares(set().union(*(tests for _, _, tests in reached)))
+        for _, answer in Children(self._try_none, self.workers).run(shares):
+            if answer:
+                yield {"fault": f"{answer} fails without a mutant, once all is compiled anew"}
+        for (source, number, tests), answer in Children(self._try, self.workers).run(
+            self._tasks(reached)
+        ):
             yield self._row(source, number, tests, answer)
-        for source, number in self._untried:
+        for source, number in (mutant[:2] for mutant in mutants if not mutant[2]):
             mutant = source.mutants[number]
             lines = range(mutant.first, mutant.last + 1)
             on_import = any((str(source.path), line) in self.imported for line in lines)
@@ -162,14 +170,8 @@ class _Run:
 
     def _learn(self) -> None:
         """Run the tests of a file in one fork, and note what they executed and took."""
-        files: dict[str, list[str]] = {}
-        for name in self.items:
-            files.setdefault(name.partition("::")[0], []).append(name)
-        shares: list[list[str]] = [[] for _ in range(self.workers)]
-        for file in sorted(files, key=lambda file: -len(files[file])):
-            min(shares, key=len).extend(files[file])
         loaded: set[str] = set()
-        shares = [share for share in shares if share]
+        shares = self._shares(self.items)
         for _, answer in Children(self._learn_share, self.workers, _LEARNING).run(shares):
             if answer in (HUNG, DIED):
                 raise pytest.UsageError(f"the tests {answer} without a mutant")
@@ -182,6 +184,16 @@ class _Run:
             with warnings.catch_warnings(), suppress(Exception):
                 warnings.simplefilter("ignore")
                 importlib.import_module(name)
+
+    def _shares(self, tests: Container[str]) -> list[list[str]]:
+        """Share tests out among the workers, those of a file to one."""
+        files: dict[str, list[str]] = {}
+        for name in filter(tests.__contains__, self.items):
+            files.setdefault(name.partition("::")[0], []).append(name)
+        shares: list[list[str]] = [[] for _ in range(self.workers)]
+        for file in sorted(files, key=lambda file: -len(files[file])):
+            min(shares, key=len).extend(files[file])
+        return [share for share in shares if share]
 
     def _learn_share(self, names: Sequence[str], say: Say) -> dict[str, Any]:
         before = set(sys.modules)
@@ -207,26 +219,22 @@ class _Run:
 
     # ------------------------------------------------------------ a mutant
 
-    def _tasks(self) -> Iterator[tuple[Source, int | None, list[str]]]:
-        """Yield for each module itself, and then its mutants, with the tests that reach it."""
-        self._untried: list[tuple[Source, int]] = []
+    def _reached_mutants(self) -> list[tuple[Source, int, set[str]]]:
+        """Return the mutants that are tried, each with the tests that reach it."""
+        found = []
         for source in self.sources.values():
-            of_module: set[str] = set()
-            tried = []
             for number, mutant in enumerate(source.mutants):
-                if (source.name, mutant.function, mutant.change) not in self.chosen:
-                    continue
-                tests = self._reaching(source, mutant)
-                of_module |= tests
-                if tests:
-                    tried.append((source, number, tests))
-                else:
-                    self._untried.append((source, number))
-            if of_module:
-                yield source, None, sorted(of_module)
-            for source, number, tests in tried:
-                key = (source.name, source.mutants[number].function)
-                yield source, number, sorted(tests, key=lambda test: self._order(key, test))
+                if (source.name, mutant.function, mutant.change) in self.chosen:
+                    found.append((source, number, self._reaching(source, mutant)))
+        return found
+
+    def _tasks(
+        self, reached: Iterable[tuple[Source, int, set[str]]]
+    ) -> Iterator[tuple[Source, int, list[str]]]:
+        """Yield mutants with their tests, first those that killed another one of the function."""
+        for source, number, tests in reached:
+            key = (source.name, source.mutants[number].function)
+            yield source, number, sorted(tests, key=lambda test: self._order(key, test))
 
     def _reaching(self, source: Source, mutant: Mutant) -> set[str]:
         file = str(source.path)
@@ -245,12 +253,21 @@ class _Run:
         at = killers.index(test) if test in killers else len(killers)
         return at, self.seconds[test], test
 
-    def _try(self, task: tuple[Source, int | None, list[str]], say: Say) -> str:
+    def _try(self, task: tuple[Source, int, list[str]], say: Say) -> str:
         """Return the test that fails with the mutant; an empty text if all pass."""
         source, number, tests = task
+        source.install(source.mutants[number])
+        return self._first_failing(tests, say)
+
+    def _try_none(self, tests: list[str], say: Say) -> str:
+        """Return the test that fails with every module as it is, put there by the same means."""
+        for source in self.sources.values():
+            source.install(None)
+        return self._first_failing(tests, say)
+
+    def _first_failing(self, tests: list[str], say: Say) -> str:
         if _PORT in os.environ:
             os.environ[_PORT] = str(_free_port())
-        source.install(None if number is None else source.mutants[number])
         for name, following in _pairs(tests):
             say(self.patience + _TIMES * self.seconds[name])
             if self._fails(name, following):
@@ -270,12 +287,9 @@ class _Run:
         return outcome.failed
 
     def _row(
-        self, source: Source, number: int | None, tests: list[str], answer: str
+        self, source: Source, number: int, tests: Sequence[str], answer: str
     ) -> dict[str, Any]:
-        """Return what is written of a mutant; what the module itself failed with is a fault."""
-        if number is None:
-            fault = f"{answer} fails without a mutant, once its code is compiled anew"
-            return {"module": source.name, "fault": fault if answer else ""}
+        """Return what is written of a mutant."""
         mutant = source.mutants[number]
         by = ""
         if answer in (HUNG, "import", "not covered"):

@@ -164,7 +164,7 @@ def test_only_some_are_tried_again(toy: Path) -> None:
 
 def test_a_sample_is_that_of_its_seed(toy: Path) -> None:
     first, again, other = (
-        list(verdicts(tried(toy, Chosen(sample=3, seed=seed)))) for seed in (1, 1, 2)
+        verdicts(tried(toy, Chosen(sample=3, seed=seed))).keys() for seed in (1, 1, 2)
     )
     assert len(first) == 3
     assert first == again
