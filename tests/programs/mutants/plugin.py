@@ -39,7 +39,6 @@ from typing import Any
 import pytest
 
 from tests.programs.mutants.children import DIED, HUNG, Children, Say
-from tests.programs.mutants.operators import Mutant
 from tests.programs.mutants.swap import Source, living_functions
 
 _PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
@@ -133,17 +132,20 @@ class _Run:
             source.find_functions(functions)
         gc.collect()
         gc.freeze()  # forks share what nobody writes to
-        mutants = self._reached_mutants()
-        reached = [(source, number, tests) for source, number, tests in mutants if tests]
-        shares = self._shares(set().union(*(tests for _, _, tests in reached)))
-        for _, answer in Children(self._try_none, self.workers).run(shares):
+        tried: list[tuple[Source, int]] = []
+        untried: list[tuple[Source, int]] = []
+        reaching: set[str] = set()
+        for source, number in self._mutants():
+            tests = self._reaching(source, number)
+            reaching |= tests
+            (tried if tests else untried).append((source, number))
+        for _, answer in Children(self._try_none, self.workers).run(self._shares(reaching)):
             if answer:
                 yield {"fault": f"{answer} fails without a mutant, once all is compiled anew"}
-        for (source, number, tests), answer in Children(self._try, self.workers).run(
-            self._tasks(reached)
-        ):
+        tasks = self._tasks(tried)
+        for (source, number, tests), answer in Children(self._try, self.workers).run(tasks):
             yield self._row(source, number, tests, answer)
-        for source, number in (mutant[:2] for mutant in mutants if not mutant[2]):
+        for source, number in untried:
             mutant = source.mutants[number]
             lines = range(mutant.first, mutant.last + 1)
             on_import = any((str(source.path), line) in self.imported for line in lines)
@@ -219,24 +221,23 @@ class _Run:
 
     # ------------------------------------------------------------ a mutant
 
-    def _reached_mutants(self) -> list[tuple[Source, int, set[str]]]:
-        """Return the mutants that are tried, each with the tests that reach it."""
-        found = []
+    def _mutants(self) -> Iterator[tuple[Source, int]]:
         for source in self.sources.values():
             for number, mutant in enumerate(source.mutants):
                 if (source.name, mutant.function, mutant.change) in self.chosen:
-                    found.append((source, number, self._reaching(source, mutant)))
-        return found
+                    yield source, number
 
     def _tasks(
-        self, reached: Iterable[tuple[Source, int, set[str]]]
+        self, mutants: Iterable[tuple[Source, int]]
     ) -> Iterator[tuple[Source, int, list[str]]]:
         """Yield mutants with their tests, first those that killed another one of the function."""
-        for source, number, tests in reached:
+        for source, number in mutants:
             key = (source.name, source.mutants[number].function)
+            tests = self._reaching(source, number)
             yield source, number, sorted(tests, key=lambda test: self._order(key, test))
 
-    def _reaching(self, source: Source, mutant: Mutant) -> set[str]:
+    def _reaching(self, source: Source, number: int) -> set[str]:
+        mutant = source.mutants[number]
         file = str(source.path)
         found: set[str] = set()
         if mutant.within is not None:
