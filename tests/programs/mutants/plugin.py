@@ -135,7 +135,7 @@ class _Run:
         tried: list[tuple[Source, int]] = []
         untried: list[tuple[Source, int]] = []
         reaching: set[str] = set()
-        for source, number in self._mutants():
+        for source, number in self.chosen:
             tests = self._reaching(source, number)
             reaching |= tests
             (tried if tests else untried).append((source, number))
@@ -154,19 +154,18 @@ class _Run:
 
     def _choose(
         self, only: Sequence[Sequence[str]], sample: int, seed: int
-    ) -> set[tuple[str, str, str]]:
-        """Return which mutants to try: module, function, and change."""
+    ) -> list[tuple[Source, int]]:
+        """Return the mutants to try; a sample in an order by chance, so that its begin is one too."""
+        named = set(map(tuple, only))
         every = [
-            (source.name, mutant.function, mutant.change)
+            (source, number)
             for source in self.sources.values()
-            for mutant in source.mutants
+            for number, mutant in enumerate(source.mutants)
+            if not only or (source.name, mutant.function, mutant.change) in named
         ]
-        if only:
-            named = set(map(tuple, only))
-            every = [key for key in every if key in named]
-        if 0 < sample < len(every):
-            every = random.Random(seed).sample(every, sample)  # noqa: S311 - no secret
-        return set(every)
+        if not sample:
+            return every
+        return random.Random(seed).sample(every, min(sample, len(every)))  # noqa: S311 - no secret
 
     # ------------------------------------------------------------ once, without a mutant
 
@@ -220,12 +219,6 @@ class _Run:
         }  # fmt: skip
 
     # ------------------------------------------------------------ a mutant
-
-    def _mutants(self) -> Iterator[tuple[Source, int]]:
-        for source in self.sources.values():
-            for number, mutant in enumerate(source.mutants):
-                if (source.name, mutant.function, mutant.change) in self.chosen:
-                    yield source, number
 
     def _tasks(
         self, mutants: Iterable[tuple[Source, int]]
