@@ -155,7 +155,7 @@ class _Run:
     def _choose(
         self, only: Sequence[Sequence[str]], sample: int, seed: int
     ) -> list[tuple[Source, int]]:
-        """Return the mutants to try; a sample in an order by chance, so that its begin is one too."""
+        """Return the mutants to try: a sample by chance, of which a part is one, too."""
         named = set(map(tuple, only))
         every = [
             (source, number)
