@@ -94,6 +94,13 @@ def test_a_child_that_wants_looks_gets_them(connector: MultiConnector) -> None:
     assert connector.next_look() is None
 
 
+def test_a_child_of_another_kind_is_not_asked(connector: MultiConnector) -> None:
+    other: Any = object()
+    connector._connectors.insert(0, other)
+    connector.looks()
+    assert connector.next_look() is None
+
+
 def stand_in() -> Request:
     """What an API server sends for a request that it refused."""
     request = aborted({**REMOTE, "transfer_id": "Mooncake's", "remote_bootstrap_addr": "h:1"})

@@ -250,6 +250,14 @@ class TestPairSmallerBlocks:
         assert theirs == [remote[2 * hit :][:4]]
         assert ours == [[8, 9, 10, 11][: len(theirs[0])]]
 
+    def test_more_than_the_prompt_and_its_guesses(self) -> None:
+        worker = make_worker()
+        worker.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(0,))
+        worker._recving_metadata["r"] = meta
+        with pytest.raises(ValueError, match="3 local blocks"):
+            blocks.pair_smaller_blocks(worker, "r", [[4, 5, 6]], [[1, 2]], 2)
+
     @pytest.mark.parametrize(("hit", "asked"), [(0, 2), (1, 1), (2, 1)])
     @pytest.mark.parametrize("guesses", [None, 0])
     def test_more_than_the_prompt_has_behind_what_was_cached(

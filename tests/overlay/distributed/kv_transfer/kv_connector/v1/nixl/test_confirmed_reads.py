@@ -207,6 +207,17 @@ def test_a_request_that_has_left_waits_for_no_answer(p: PrefillServer) -> None:
     assert d.scheduler.requests == {}
 
 
+def test_the_blocks_of_an_aborted_read_are_kept_until_it_is_over(p: PrefillServer) -> None:
+    d = decode_server()
+    free = d.step().reusable
+    begin(d, p.prefill("at-p", PROMPT))
+    d.scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+    for _ in range(3):
+        assert d.step().reusable < free
+    end(d)
+    assert d.step().reusable == free
+
+
 def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
     p: PrefillServer,
     asked: list[Question],
@@ -215,7 +226,7 @@ def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
 ) -> None:
     monkeypatch.setattr(module, "unconfirmed", BoundedLog(module.logger))
     offer = p.prefill("at-p", PROMPT)
-    del offer[FIELD]
+    del offer["remote_lease"]  # its name on the wire, which other builds know too
     d = decode_server()
     begin(d, offer)
     assert used(end(d))
@@ -223,6 +234,7 @@ def test_an_unconfirmed_peer_is_named_once_and_all_is_as_on_stock(
     end(d)
     assert asked == []
     assert caplog.text.count("are unconfirmed") == 1
+    assert f"engine {offer['remote_engine_id']} are unconfirmed: its kv_transfer" in caplog.text
 
 
 def test_without_reports_of_workers_all_is_as_on_stock(
