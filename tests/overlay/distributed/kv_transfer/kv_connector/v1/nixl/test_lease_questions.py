@@ -15,6 +15,7 @@ import pytest
 import zmq
 
 from tests.support.harness import HarnessError
+from tests.support.release import since
 from tests.support.side_channel import Fleet
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_questions
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
@@ -158,6 +159,11 @@ def test_a_handshake_is_handed_on(p: Listening) -> None:
     context.destroy(linger=0)
     assert frames is not None
     assert frames[1:] == [b"", b"handshake"]
+
+
+def test_a_question_begins_as_a_handshake_of_this_release() -> None:
+    ranks = [0, 0] if since("0.26.0") else [0]  # of tensor parallelism, and the pipeline's stage
+    assert msgspec.msgpack.decode(lease_questions._handshake()) == [b"get_meta_msg", *ranks]
 
 
 def test_a_stock_listener_takes_a_question_for_a_handshake() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,3 +345,10 @@ def test_a_failing_registration_is_a_failed_handshake(fleet: Fleet) -> None:
     del nixl_of(fleet.worker).on["add_remote_agent"]
     fleet.read()
     assert fleet.until(fleet.reads)
+
+
+def test_a_peers_sizes_are_handed_on_in_the_order_of_a_handshake() -> None:
+    meta: Any = SimpleNamespace(tp_size=2, pp_size=5, dcp_size=3)
+    assert notifications._sizes(meta) == (3, 5)
+    del meta.dcp_size
+    assert notifications._sizes(meta) == (5,)
