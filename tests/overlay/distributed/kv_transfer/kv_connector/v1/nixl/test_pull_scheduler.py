@@ -426,13 +426,12 @@ def test_a_prefill_that_cannot_be_pushed_to_goes_on_for_its_own_client(role: obj
 
 
 @pytest.mark.parametrize("receives", [True, False])
-def test_blocks_are_left_out_of_what_is_to_be_pushed_alone(receives: bool) -> None:
+def test_who_is_pushed_to_names_blocks_and_who_pushes_none(receives: bool) -> None:
     params = {**GOOD, "do_remote_prefill": receives, "do_remote_decode": not receives}
     request = Request(next(_names), list(range(40)), SamplingParams(max_tokens=1), None)
     request.kv_transfer_params = params
     scheduler().get_num_new_matched_tokens(request, 0)
-    named = request.kv_transfer_params["remote_block_ids"]
-    assert named == (() if receives else GOOD["remote_block_ids"])
+    assert request.kv_transfer_params["remote_block_ids"] == (() if receives else None)
 
 
 def test_the_log_says_once_why_nothing_can_be_pushed(
