@@ -14,6 +14,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from tests.support.idle_engine import IdleCore, IdleEngine, lie_down, wait_for
 from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
+from vllm_overlay.v1.engine import idle as idle_module
 
 LOOPS = [EngineCoreProc, DPEngineCoreProc]
 
@@ -95,6 +96,17 @@ def test_a_rank_with_nothing_to_do_tells_while_others_have() -> None:
         assert idle.steps <= before + 2, "and then it looks no more"
         assert of_nothing.called
     assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
+
+
+@pytest.mark.parametrize(("seconds", "looks"), [(-1.0, True), (60.0, False)])
+def test_a_rank_takes_its_own_step_until_it_is_time_to_look(
+    seconds: float, looks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(idle_module, "_next_look", lambda *_: time.monotonic() + seconds)
+    monkeypatch.setattr(idle_module, "_look", lambda _: True)
+    scheduler = SimpleNamespace(has_requests=lambda: False)
+    core: Any = SimpleNamespace(scheduler=scheduler, _process_engine_step=lambda: False)
+    assert idle_module.step_or_look(core) is looks
 
 
 def test_who_asks_whether_the_engine_is_idle_is_told_so() -> None:
