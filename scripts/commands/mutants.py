@@ -5,9 +5,9 @@ of the overlay and of the fixes that the release needs; with `tools` in place of
 tools' core against its tests. What survives is a change that no test notices. Where no test could,
 tests/mutants.toml names it and says why; of the others at most 5 % may survive.
 
-It takes two hours of two cores for a release, a quarter of one for a sample of 600, which tells the
-share to two percent, and seconds for a module with the tests beside it:
-nox -s mutants -- 0.28.0 --sample 600
+A release has some 6000, for which two cores take hours; for a sample of 250, which tells the share
+to five percent, half an hour; for a module with the tests beside it, a minute or two:
+nox -s mutants -- 0.28.0 --sample 250
 nox -s mutants -- 0.33.0 nixl/pairing --tests tests/overlay/distributed
 """
 
