@@ -71,6 +71,7 @@ ALL = Chosen()
 
 _PLUGIN = "tests.programs.mutants.plugin"
 _FIRST = 3  # python -m pytest: it has to see the other plugins import what it mutates
+_QUIETLY = ("-q", "-s", "--tb=native")  # nobody reads why a test failed
 _LIMIT = 6 * 3600.0  # seconds for a release
 
 
@@ -209,7 +210,7 @@ def rows_of(
             "OMP_NUM_THREADS": "1",  # a fork has none of the threads that wait for work
         }
         result = run(
-            [*command[:_FIRST], "-p", _PLUGIN, *command[_FIRST:], "-q", "-s", *tests],
+            [*command[:_FIRST], "-p", _PLUGIN, *command[_FIRST:], *_QUIETLY, *tests],
             cwd=cwd,
             env={**variables, **own},
             timeout=_LIMIT,

@@ -276,6 +276,8 @@ class _Run:
             item.config.hook.pytest_runtest_protocol(
                 item=item, nextitem=self.items[following] if following else None
             )
+        except Exception:
+            outcome.failed = True  # of what the test left behind: a stack too deep for pytest, too
         finally:
             item.config.pluginmanager.unregister(outcome)
         return outcome.failed

@@ -182,6 +182,13 @@ def test_a_test_that_fails_without_a_mutant_is_a_fault_and_kills_nothing(toy: Pa
     assert "survived" in verdicts(rows).values()
 
 
+def test_a_failure_that_pytest_cannot_report_is_one(toy: Path) -> None:
+    hook = "def pytest_runtest_makereport(call):\n    if call.excinfo:\n        raise SystemError\n"
+    (toy / "conftest.py").write_text(hook)
+
+    assert verdicts(tried(toy))["same", "return number -> return None"] == "killed"
+
+
 def test_nothing_is_tried_where_the_tests_cannot_be_collected(toy: Path) -> None:
     (toy / "test_toy.py").write_text("import nowhere\n")
 
