@@ -29,6 +29,10 @@ from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
 from scripts.upstream.tree import read_source
 
+NO_GPU = {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}
+"""Variables where there is none: else a package that vLLM needs since 0.22.0 starts two processes
+when it is imported, 3 s of a core each, to compile kernels."""
+
 _STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
 
 
@@ -117,7 +121,7 @@ class Environment:
         # Byte code is kept even where the user's environment says no: without it each start of
         # Python spends ten seconds on compiling what vLLM and torch import.
         own = {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": ""}
-        return {**os.environ, **own}
+        return {**os.environ, **NO_GPU, **own}
 
     def site(self) -> Path:
         """Return the folder that holds the `vllm` package."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from scripts.project import ROOT
-from scripts.prove.environment import Environment
+from scripts.prove.environment import NO_GPU, Environment
 from scripts.prove.outcomes import Outcome, Outcomes, outcomes_of
 from scripts.system.errors import CheckFailedError, CommandError, UsageError
 from scripts.system.files import replacing, sha256
@@ -155,6 +155,7 @@ class Side:
     def _variables(self) -> dict[str, str]:
         paths = (self.folder / "site", self.folder / "plugin")
         return {
+            **NO_GPU,
             "PYTHONPATH": os.pathsep.join(map(str, paths)),
             "PYTEST_ADDOPTS": "",
             "PYTHONDONTWRITEBYTECODE": "",  # without byte code each start takes ten seconds more
