@@ -223,7 +223,7 @@ class _Run:
     def _tasks(
         self, mutants: Iterable[tuple[Source, int]]
     ) -> Iterator[tuple[Source, int, list[str]]]:
-        """Yield mutants with their tests, first those that killed another one of the function."""
+        """Yield mutants with their tests, those first that are likely to fail."""
         for source, number in mutants:
             key = (source.name, source.mutants[number].function)
             tests = self._reaching(source, number)
@@ -242,10 +242,12 @@ class _Run:
             found.update(test for test in self.items if test.partition("::")[0] in files)
         return found - self.failing
 
-    def _order(self, key: tuple[str, str], test: str) -> tuple[int, float, str]:
+    def _order(self, key: tuple[str, str], test: str) -> tuple[int, bool, float, str]:
+        """Order tests: those that killed one of the function, the module's own, the quick ones."""
         killers = self.killers.get(key, [])
         at = killers.index(test) if test in killers else len(killers)
-        return at, self.seconds[test], test
+        own = f"/test_{key[0].rpartition('.')[2]}.py::"
+        return at, own not in f"/{test}", self.seconds[test], test
 
     def _try(self, task: tuple[Source, int, list[str]], say: Say) -> str:
         """Return the test that fails with the mutant; an empty text if all pass."""
