@@ -23,6 +23,7 @@ from rich.table import Table
 from scripts.mutants.run import TOOLS, Chosen, Row, of_release, of_tools, rows_file
 from scripts.mutants.verdict import SHARE, Verdict, judge, read_equivalents
 from scripts.project import REPORTS, ROOT, supported_release
+from scripts.prove.forks import AT_ONCE
 from scripts.system.console import at_least, entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError, UsageError
 
@@ -41,7 +42,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the sample")
     parser.add_argument(
-        "--workers", type=at_least(1), default=2, help="processes at a time, 2.5 GB each"
+        "--workers", type=at_least(1), default=AT_ONCE, help="processes at a time, 0.1 GB each"
     )
     options = parser.parse_args()
     tools = options.release == TOOLS
