@@ -12,6 +12,7 @@ import gc
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -76,7 +77,7 @@ class Source:
         for key, new in _by_key(code).items():
             if mutant is None or self._codes.get(key) != new:
                 for function in self._functions.get(key, ()):
-                    function.__code__ = new
+                    function.__code__ = _as_marked(new, function.__code__)
 
     def _keep_closure(self, mutant: Mutant) -> None:
         """Have the function name what it closes over, so that a mutant closes over no less."""
@@ -117,6 +118,12 @@ class Source:
     def _value(self, module: ModuleType, node: ast.expr) -> object:
         expression = ast.fix_missing_locations(ast.Expression(node))
         return eval(compile(expression, str(self.path), "eval"), vars(module))  # noqa: S307
+
+
+def _as_marked(code: CodeType, old: CodeType) -> CodeType:
+    """Return `code` with the mark that `types.coroutine` has set on the one that it replaces."""
+    mark = old.co_flags & inspect.CO_ITERABLE_COROUTINE
+    return code.replace(co_flags=code.co_flags | mark)
 
 
 def living_functions() -> list[FunctionType]:

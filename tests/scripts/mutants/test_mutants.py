@@ -25,6 +25,7 @@ TOY = """
 
     import functools
     import logging
+    import types
     from typing import cast
 
     logger = logging.getLogger("toy")
@@ -64,6 +65,11 @@ TOY = """
         return number
 
 
+    @types.coroutine
+    def awaited(number):
+        yield number
+
+
     class Base:
         def word(self) -> str:
             return "base"
@@ -76,7 +82,7 @@ TOY = """
 
 TESTS = """
     import toy
-    from toy import LIMITS, counts_down, is_small, same  # bound before there is a mutant
+    from toy import LIMITS, awaited, counts_down, is_small, same  # bound before there is a mutant
 
 
     def test_small():
@@ -94,6 +100,13 @@ TESTS = """
 
     def test_doubled():
         assert same(2) == 4
+
+
+    def test_awaited():
+        async def asks():
+            await awaited(3)
+
+        assert asks().send(None) == 3
 
 
     def test_word():
@@ -133,6 +146,7 @@ def test_each_verdict(toy: Path) -> None:
 
     found = verdicts(rows)
     assert rows[0]["failing"] == []
+    assert not any("fault" in row for row in rows)
     assert [row for row in rows if row.get("fault")] == []
     smaller = "number < LIMITS['small'] -> number {} LIMITS['small']"
     assert found["is_small", smaller.format("<=")] == "survived"

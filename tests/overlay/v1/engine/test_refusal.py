@@ -19,7 +19,13 @@ if not hasattr(EngineCoreProc, "_handle_request_validation_error"):
     pytest.skip("the engine core validates nothing there", allow_module_level=True)
 
 
-def refused(params: object, *, several: bool = False, connector: str = "NixlConnector") -> Any:  # noqa: ANN401
+def with_params(params: object) -> SamplingParams:
+    return SamplingParams(extra_args={"kv_transfer_params": params})
+
+
+def refused(
+    sampling: SamplingParams | None, *, several: bool = False, connector: str = "NixlConnector"
+) -> Any:  # noqa: ANN401
     """What the engine core's thread finds in its queue after a request was refused."""
     outputs: list[str] = []
     core: Any = SimpleNamespace(
@@ -37,12 +43,13 @@ def refused(params: object, *, several: bool = False, connector: str = "NixlConn
         request_id="r",
         prompt_token_ids=[1],
         mm_features=None,
-        sampling_params=SamplingParams(extra_args={"kv_transfer_params": params}),
+        sampling_params=sampling,
         pooling_params=None,
         arrival_time=0.0,
         lora_request=None,
         cache_salt=None,
         data_parallel_rank=None,
+        client_index=3,
     )
     error: Any = ValueError("no such grammar")
     EngineCoreProc._handle_request_validation_error(core, request, error)
@@ -51,8 +58,9 @@ def refused(params: object, *, several: bool = False, connector: str = "NixlConn
 
 
 def test_p_hears_of_a_request_that_the_engine_core_refuses() -> None:
-    kind, (stand_in, _) = refused(REMOTE).get_nowait()
+    kind, (stand_in, _) = refused(with_params(REMOTE)).get_nowait()
     assert kind is EngineCoreRequestType.ADD
+    assert stand_in.client_index == 3, "its API server's"
     assert stand_in.abort_immediately
     engine = IdleEngine()
     connect(engine.worker, REMOTE["remote_engine_id"])
@@ -65,12 +73,15 @@ def test_p_hears_of_a_request_that_the_engine_core_refuses() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        {"params": None},
-        {"params": "x"},
-        {"params": {"do_remote_decode": True}},
-        {"params": REMOTE, "several": True},  # the others would have to be asked
-        {"params": REMOTE, "connector": "MooncakeConnector"},
-        {"params": REMOTE, "connector": "NixlPushConnector"},
+        {"sampling": None},  # it asks for an embedding
+        {"sampling": SamplingParams()},
+        {"sampling": with_params(None)},
+        {"sampling": with_params("x")},
+        {"sampling": with_params({"do_remote_decode": True})},
+        {"sampling": with_params(REMOTE | {"do_remote_prefill": False, "do_remote_decode": True})},
+        {"sampling": with_params(REMOTE), "several": True},  # the others would have to be asked
+        {"sampling": with_params(REMOTE), "connector": "MooncakeConnector"},
+        {"sampling": with_params(REMOTE), "connector": "NixlPushConnector"},
     ],
 )
 def test_and_of_no_other(case: dict[str, Any]) -> None:

@@ -37,22 +37,25 @@ def scheduler(
     *,
     queue: str = "kv_holding_waiting",
     failed: tuple[Any, ...] = (),
+    failing: tuple[Any, ...] = (),
+    received: tuple[Any, ...] = (),
 ) -> Any:  # noqa: ANN401 - a stand-in
-    """`failed`: those who have been told to have lost what they received, all of it."""
-    over = {one.request_id for one in failed}
+    """`failed`: who is said to have lost what it received; `failing`: for some ranks, so far."""
+    over, lost, done = ({r.request_id for r in some} for some in (failed, failing, received))
 
     def promote(one: Any) -> None:  # noqa: ANN401
         assert one.status == LOADS
         one.status = RequestStatus.WAITING
-        over.remove(one.request_id)
+        asked.failed_recving_kv_req_ids.remove(one.request_id)
 
-    return SimpleNamespace(
+    asked = SimpleNamespace(
         **{queue: FCFSRequestQueue(holders), PROMOTES[queue]: promote},
         waiting=FCFSRequestQueue(waiting),
-        failed_recving_kv_req_ids=over,
-        finished_recving_kv_req_ids=over,
+        failed_recving_kv_req_ids=over | lost,
+        finished_recving_kv_req_ids=over | done,
         _inflight_prefills={*holders, *waiting},
     )
+    return asked
 
 
 @pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
@@ -67,7 +70,7 @@ def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none(queue: s
 
 
 def test_of_several_that_have_lost_them_the_first_stays_the_first() -> None:
-    first, second, holder, third, new = (request(n) for n in (0, 0, 32, 0, 0))
+    first, second, holder, third, new = (request(n) for n in (0, 0, 1, 0, 0))
     asked = scheduler([first, second, holder, third], [new])
     assert module.lets_holders_run(asked, first) is True
     assert list(asked.kv_holding_waiting) == [holder, third]
@@ -123,9 +126,11 @@ def test_all_that_have_failed_give_up_their_blocks_and_the_first_is_looked_at_ag
     assert list(getattr(asked, queue)) == [holder, second]
 
 
-def test_who_has_failed_for_one_rank_and_loads_for_another_holds_blocks() -> None:
-    lost, loads = request(), request(0, LOADS)
-    asked = scheduler([lost, loads], [])
+def test_who_loads_or_has_loaded_all_or_a_part_holds_blocks() -> None:
+    lost, loads, arrived, part = request(), *(request(n, LOADS) for n in (0, 0, 16))
+    holders = [lost, loads, arrived, part]
+    asked = scheduler(holders, [], failing=(loads,), received=(arrived,), failed=(part,))
     assert module.lets_holders_run(asked, lost) is True
-    assert list(asked.kv_holding_waiting) == [loads]
+    assert list(asked.kv_holding_waiting) == [loads, arrived, part]
     assert list(asked.waiting) == [lost]
+    assert {one.status for one in (loads, arrived, part)} == {LOADS}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,29 @@ def test_a_peer_that_cannot_be_told_costs_a_count() -> None:
     assert counted() == {"RECEIVE_FAILED": 1}
 
 
+def test_one_of_two_ranks_that_can_be_told_is() -> None:
+    worker = pulling()
+    nixl = nixl_of(worker)
+    gone = agent_name("P", 0)
+    nixl.on["send_notif"] = raising(RuntimeError("gone"), lambda agent, *_: agent == gone)
+    nixl.fail(*nixl.reads)
+    assert ended(worker) == {"req-d"}
+    assert counted() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
+
+
+def test_of_all_that_end_in_a_step_the_one_that_failed_is_told_of() -> None:
+    worker = make_worker(num_blocks=16)
+    connect(worker)
+    for name in "abcdefgh":
+        lives(receive, worker, name, remote_request_id=f"p-{name}")
+    nixl = nixl_of(worker)
+    nixl.fail(nixl.reads[4])
+    nixl.finish(*nixl.in_flight())
+    assert ended(worker, 1) == set("abcdefgh")
+    assert nixl.heard[agent_name("P", 0)].count(b"p-e:1") == 1
+    assert counted() == {"RECEIVE_FAILED": 1, "UNREAD_TOLD": 1}
+
+
 def test_what_p_said_makes_no_sense_here() -> None:
     worker = make_worker(num_blocks=16)
     connect(worker)
@@ -164,15 +188,16 @@ def test_p_is_told_how_many_of_our_ranks_read_from_it() -> None:
     assert nixl.heard == {agent_name("P", 0): [b"req-p:2"]}
 
 
-@pytest.mark.parametrize("bad", [True, False])
-def test_ranks_with_the_same_latent_cache_are_told_once(bad: bool) -> None:
+@pytest.mark.parametrize("end", ["read", "failed", "refused"])
+def test_ranks_with_the_same_latent_cache_are_told_once(end: str) -> None:
     """Upstream tells those that are not read from when the read has been posted."""
     worker = make_worker(mla=True)
     connect(worker, "P", tp_size=4)
-    lives(receive, worker, tp_size=4)
     nixl = nixl_of(worker)
-    (read,) = nixl.reads
-    (nixl.fail if bad else nixl.finish)(read)
+    if end == "refused":
+        nixl.on["make_prepped_xfer"] = raising(RuntimeError("no such block"))
+    lives(receive, worker, tp_size=4)
+    (nixl.fail if end == "failed" else nixl.finish)(*nixl.in_flight())
     assert ended(worker) == {"req-d"}
     assert heard(worker) == {agent_name("P", rank): 1 for rank in range(4)}
 
@@ -255,6 +280,20 @@ def test_what_fails_without_a_connection_is_upstream_s_to_judge(
         receive(worker)
     assert raised.value is error
     assert not worker._recv_failures
+
+
+def test_without_a_connection_it_is_asked_once() -> None:
+    asked: list[str] = []
+    meta: Any = SimpleNamespace(remote=SimpleNamespace(engine_id="P"))
+    read = pull_worker.fails_between_reads(lambda self, req_id, meta: asked.append(req_id))
+    read(make_worker(), "r", meta)
+    assert asked == ["r"]
+
+
+def test_a_read_that_was_not_posted_is_none() -> None:
+    worker = pulling()
+    read = pull_worker.notes_who_is_told(lambda self, **arguments: False)
+    assert read(worker, request_id="req-d", read_spec=SimpleNamespace(remote_rank=0)) is False
 
 
 class TestFailsItsRequest:
