@@ -86,6 +86,7 @@ def test_what_another_has_read_stays_while_it_is_promised(held: Held) -> None:
     held.ask()
     assert not held.end("other/0")
     assert held.ask("other", OTHER) == READ
+    assert held.ask("third", frozenset()) == GONE
     held.time += PROMISE / 2
     assert held.ask() == Answer(Standing.HELD, PROMISE / 2)  # and no longer
     assert held.book.due() == set()
@@ -103,11 +104,13 @@ def test_it_goes_as_soon_as_its_reader_is_heard_too(held: Held) -> None:
     assert held.book.due() == {"r"}
 
 
-def test_a_lease_that_has_ended_is_gone(held: Held) -> None:
+@pytest.mark.parametrize("heard", [(), ("d/0",), ("other/0",)])
+def test_a_lease_that_has_ended_is_gone(held: Held, heard: tuple[str, ...]) -> None:
+    """Whoever has read the blocks."""
     held.ask()
     held.book.expire(["r", "unknown"])
     assert held.ask() == GONE
-    assert held.end()
+    assert held.end(*heard)
     assert held.ask() == GONE
 
 
@@ -122,6 +125,13 @@ def test_what_the_book_does_not_hold_may_go(held: Held) -> None:
     held.book.hear({"unknown": ["d/0"]})
     assert held.book.free(["unknown"]) == {"unknown"}
     assert LeaseBook().answer("of another", "d", D) == GONE
+
+
+def test_of_more_than_one_it_is_remembered_who_has_read_them(held: Held) -> None:
+    held.end(*D)
+    second = held.book.hold("r", 130.0)
+    held.end(*D)
+    assert held.ask() == held.book.answer(second, "d", D) == READ
 
 
 def test_only_so_many_are_remembered(held: Held, monkeypatch: pytest.MonkeyPatch) -> None:

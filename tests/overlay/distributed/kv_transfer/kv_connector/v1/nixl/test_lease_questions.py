@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions i
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import PATIENCE
 
 AGENTS = frozenset({"d/0"})
+QUESTION = MARK + msgspec.msgpack.encode(Question("t", "d", AGENTS, 1.0))
+REPLY = MARK + msgspec.msgpack.encode(Reply("d", 1.0, Answer(Standing.GONE, 0.0)))
 
 
 class Listening:
@@ -46,8 +49,8 @@ class Listening:
 
     def handed_on(self, seconds: float = 0.2) -> list[bytes] | None:
         """Listen for so long: what comes that is no question."""
-        self.raw.setsockopt(zmq.RCVTIMEO, int(1000 * seconds))
         with answers_questions(contextlib.nullcontext(self.raw)) as socket:
+            socket.setsockopt(zmq.RCVTIMEO, int(1000 * seconds))
             try:
                 return socket.recv_multipart()
             except zmq.Again:
@@ -110,6 +113,8 @@ class Names:
     def __call__(self, host: str, _: None, family: int, kind: int) -> list[tuple[Any, ...]]:
         assert (family, kind) == (socket.AF_INET, socket.SOCK_STREAM)
         self.asked.append(host)
+        self.asked_by = threading.current_thread()
+        host.encode("idna")  # as the real one does
         if host.startswith("hangs"):
             self.end.wait(30)
         if host not in self.addresses:
@@ -150,20 +155,66 @@ def test_an_answer_comes_back_to_who_asked(p: Listening) -> None:
     assert unknown == ("e", 2.5, Answer(Standing.GONE, 0.0))
 
 
-def test_a_handshake_is_handed_on(p: Listening) -> None:
+def test_whichever_book_knows_a_lease_says_how_it_stands() -> None:
+    books = open_book(), open_book()
+    for book in books:
+        token = book.hold("read", time.perf_counter() + 100)
+        book.hear({"read": AGENTS})
+        book.free(["read"])
+        frame, _ = question_frames(Question(token, "d", AGENTS, 1.0))
+        said = read_reply([lease_questions.answer(frame) or b""])
+        assert said == ("d", 1.0, Answer(Standing.READ, 0.0))
+
+
+def test_a_p_is_heard_as_often_as_it_was_asked(p: Listening) -> None:
+    questions = LeaseQuestions()
+    for _ in range(2):
+        questions.ask(p.peer, Question("t", "d", AGENTS, 1.0))
+    sender, *_ = p.raw.recv_multipart()
+    p.raw.send_multipart((sender, b"", b"metadata of a stock P"))
+    for _ in range(3):
+        p.raw.send_multipart((sender, REPLY))
+    assert [reply.asked for reply in replies(questions, p)] == [1.0]
+    time.sleep(0.1)
+    assert not list(questions.replies())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        pytest.param([b"", b"handshake"], id="handshake"),
+        pytest.param([QUESTION], id="shorter"),
+        pytest.param([QUESTION, b"handshake", b"more"], id="longer"),
+    ],
+)
+def test_what_is_no_question_is_handed_on(p: Listening, sent: list[bytes]) -> None:
     context = zmq.Context()
-    with context.socket(zmq.REQ) as peer:
+    with context.socket(zmq.DEALER) as peer:
         peer.connect(f"tcp://127.0.0.1:{p.peer.port}")
-        peer.send(b"handshake")
+        peer.send_multipart(sent)
         frames = p.handed_on(5.0)
     context.destroy(linger=0)
     assert frames is not None
-    assert frames[1:] == [b"", b"handshake"]
+    assert frames[1:] == sent
 
 
 def test_a_question_begins_as_a_handshake_of_this_release() -> None:
     ranks = [0, 0] if since("0.26.0") else [0]  # of tensor parallelism, and the pipeline's stage
     assert msgspec.msgpack.decode(lease_questions._handshake()) == [b"get_meta_msg", *ranks]
+
+
+@pytest.mark.parametrize(("fields", "ranks"), [(None, 1), (["tp_size"], 1), (["pp_size"], 2)])
+def test_a_question_names_a_stage_where_a_release_s_requests_do(
+    fields: list[str] | None, ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def metadata(_: str) -> SimpleNamespace:
+        if fields is None:
+            raise ModuleNotFoundError  # up to 0.19.1
+        return SimpleNamespace(ReqMeta=SimpleNamespace(__dataclass_fields__=fields))
+
+    monkeypatch.setattr(lease_questions, "import_module", metadata)
+    said = msgspec.msgpack.decode(lease_questions._handshake.__wrapped__())
+    assert said == [b"get_meta_msg", *[0] * ranks]
 
 
 def test_a_stock_listener_takes_a_question_for_a_handshake() -> None:
@@ -181,6 +232,8 @@ def test_a_stock_listener_takes_a_question_for_a_handshake() -> None:
     [
         pytest.param([b"", b"metadata of a stock P"], id="stock"),
         pytest.param([b"", b"metadata", b"clock"], id="stock, with its clock"),
+        pytest.param([REPLY, b"more"], id="longer"),
+        pytest.param([REPLY.replace(MARK, b"kvfix lease 2")], id="another mark"),
         pytest.param([MARK + b"\xc1"], id="no msgpack"),
         pytest.param([MARK + msgspec.msgpack.encode(["d", "soon", ["held", 1]])], id="no time"),
         pytest.param([MARK + b"\x93\xa1\xff\x01\x92\xa4held\x01"], id="no Unicode"),
@@ -238,44 +291,86 @@ def test_a_name_that_is_not_found_out_keeps_nobody_waiting(
 ) -> None:
     monkeypatch.setattr(lease_questions, "FRESH", 600.0)
     questions = LeaseQuestions()
-    for host in ("hangs", "hangs", "hangs too", "unknown", "p"):
+    for host in ("hangs", "hangs", "hangs too", "unknown", "x" * 64, "p"):
         asked = lease_questions.now()
         questions.ask(p.peer._replace(host=host), Question("t", host, AGENTS, asked))
     assert [reply.reader for reply in replies(questions, p)] == ["p"]
     questions.ask(p.peer, Question("t", "next", AGENTS, 1.0))
     assert [reply.reader for reply in replies(questions, p)] == ["next"]
     assert names.asked.count("hangs") == names.asked.count("unknown") == 1
+    assert names.asked_by.daemon  # D ends all the same
 
 
-def test_a_name_goes_where_it_goes_now(
+def test_no_more_names_are_kept_than_that(
     p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, fresh = 0.0, lease_questions.FRESH
+    monkeypatch.setattr(lease_questions, "now", lambda: now)
+    monkeypatch.setattr(lease_questions, "MAX_NAMES", 2)
+    questions = LeaseQuestions()
+    names.addresses = dict.fromkeys("abc", p.peer.host)
+    for host, now in zip("abccba", [0.0] * 3 + [fresh] * 3, strict=True):
+        questions.ask(p.peer._replace(host=host), Question("t", host, AGENTS, now))
+        assert [reply.reader for reply in replies(questions, p)] == [host]
+    assert names.asked == ["a", "b", "c", "a"]
+
+
+def test_no_more_questions_wait_for_a_name_than_that(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_questions, "MAX_NAMES", 2)
+    questions = LeaseQuestions()
+    names.addresses["hangs"] = p.peer.host
+    for reader in "abc":
+        asked = lease_questions.now()
+        questions.ask(p.peer._replace(host="hangs"), Question("t", reader, AGENTS, asked))
+    names.end.set()
+    assert [reply.reader for reply in replies(questions, p, 2)] == ["b", "c"]
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_a_name_goes_where_it_goes_now(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch, at_once: bool
 ) -> None:
     """The P that has the address now knows nothing of the lease, and would say that it is gone."""
     context = zmq.Context()
     other = Listening(context.socket(zmq.ROUTER), "127.0.0.2", p.peer.port)
-    questions = LeaseQuestions()
-    peer = p.peer._replace(host="p")
-    questions.ask(peer, Question("t", "before", AGENTS, lease_questions.now()))
-    assert [reply.reader for reply in replies(questions, p)] == ["before"]
-    names.addresses["p"] = other.peer.host
-    monkeypatch.setattr(lease_questions, "FRESH", 0.0)
-    questions.ask(peer, Question("t", "after", AGENTS, lease_questions.now()))
-    assert [reply.reader for reply in replies(questions, other)] == ["after"]
-    context.destroy(linger=0)
-
-
-def test_where_names_are_not_found_out_any_more_the_last_address_counts(
-    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch
-) -> None:
     questions = LeaseQuestions()
     names.addresses["hangs"] = p.peer.host
     names.end.set()
     peer = p.peer._replace(host="hangs")
     questions.ask(peer, Question("t", "before", AGENTS, lease_questions.now()))
     assert [reply.reader for reply in replies(questions, p)] == ["before"]
-    names.end.clear()
+    names.addresses["hangs"] = other.peer.host
     monkeypatch.setattr(lease_questions, "FRESH", 0.0)
-    questions.ask(peer, Question("t", "after", AGENTS, lease_questions.now()))
+    monkeypatch.setattr(lease_questions, "SLOW", 60.0)
+    if at_once:
+        monkeypatch.setattr(threading.Thread, "start", threading.Thread.run)
+    else:
+        names.end.clear()
+    for reader in ("after", "again"):
+        questions.ask(peer, Question("t", reader, AGENTS, lease_questions.now()))
+    names.end.set()
+    assert [reply.reader for reply in replies(questions, other, 2)] == ["after", "again"]
+    context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("host", ["hangs", "fails"])
+def test_where_names_are_not_found_out_any_more_the_last_address_counts(
+    p: Listening, names: Names, monkeypatch: pytest.MonkeyPatch, host: str
+) -> None:
+    questions = LeaseQuestions()
+    names.addresses = {host: p.peer.host}
+    names.end.set()
+    peer = p.peer._replace(host=host)
+    questions.ask(peer, Question("t", "before", AGENTS, lease_questions.now()))
+    assert [reply.reader for reply in replies(questions, p)] == ["before"]
+    names.end.clear()
+    names.addresses = {}
+    monkeypatch.setattr(lease_questions, "FRESH", 0.0)
+    asked = lease_questions.now()
+    questions.ask(peer, Question("t", "after", AGENTS, asked))
+    monkeypatch.setattr(lease_questions, "now", lambda: asked + 0.5)  # and that soon
     assert [reply.reader for reply in replies(questions, p)] == ["after"]
 
 
@@ -292,6 +387,17 @@ def test_a_question_is_asked_late_rather_than_not_at_all(
         time.sleep(0.01)
     monkeypatch.setattr(lease_questions, "now", lambda: time.monotonic() + late)
     assert [reply.reader for reply in replies(questions, p)] == ["d"]
+
+
+def test_a_question_is_not_kept_for_longer_than_it_is_of_use(
+    names: Names, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions, now = LeaseQuestions(), 0.0
+    monkeypatch.setattr(lease_questions, "now", lambda: now)
+    questions.ask(Peer("hangs", 1), Question("t", "d", AGENTS, now))
+    for now in (PATIENCE - 0.1, PATIENCE):
+        assert not list(questions.replies())
+        assert bool(questions._nameless) is (now < PATIENCE)
 
 
 def test_books_may_be_opened_while_one_is_asked() -> None:
@@ -364,6 +470,8 @@ def test_what_a_closed_connection_was_asked_can_be_asked_again(
     questions = LeaseQuestions()
     questions.ask(p.peer, Question("t", "d", AGENTS, 1.0))
     questions.ask(p.peer._replace(port=1), Question("t", "e", AGENTS, 1.0))
+    p.handed_on()
+    assert not list(questions.replies())
     questions.ask(p.peer, Question("t", "d", AGENTS, 2.0))
     assert 2.0 in {reply.asked for reply in replies(questions, p)}
 
@@ -377,10 +485,22 @@ def test_no_more_peers_are_kept_than_that(p: Listening, monkeypatch: pytest.Monk
     assert [reply.reader for reply in replies(questions, p)] == ["last"]
 
 
-def test_a_host_that_cannot_be_reached_keeps_nobody_waiting(p: Listening) -> None:
+def test_who_was_asked_last_is_kept(p: Listening, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_questions, "MAX_PEERS", 2)
     questions = LeaseQuestions()
-    questions.ask(Peer("no such host", 70000), Question("t", "d", AGENTS, 1.0))
+    for peer in (p.peer, p.peer._replace(port=1), p.peer, p.peer._replace(port=2)):
+        questions.ask(peer, Question("t", "d", AGENTS, 1.0))
+    assert len(replies(questions, p, 2)) == 2
+
+
+def test_a_host_that_cannot_be_reached_keeps_nobody_waiting(
+    p: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_questions, "MAX_PEERS", 1)
+    questions = LeaseQuestions()
+    questions.ask(Peer("no such host", 1), Question("t", "d", AGENTS, 1.0))
     questions.ask(p.peer, Question("t", "next", AGENTS, 1.0))
+    questions.ask(Peer("fe80::1%a b", 1), Question("t", "d", AGENTS, 1.0))  # none to ZeroMQ
     assert [reply.reader for reply in replies(questions, p)] == ["next"]
 
 
@@ -403,6 +523,18 @@ def test_who_is_not_asked_any_more_is_left_alone(monkeypatch: pytest.MonkeyPatch
 
         assert 1 <= connects(1.5) <= 5
         assert connects(1.5) == 0
+
+
+def test_who_was_asked_longest_ago_is_left_first(
+    p: Listening, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    questions, now = LeaseQuestions(), 0.0
+    monkeypatch.setattr(lease_questions, "now", lambda: now)
+    for now, peer in ((0.0, p.peer._replace(port=1)), (1.0, p.peer)):
+        questions.ask(peer, Question("t", "d", AGENTS, now))
+    now = 1.0 + lease_questions.IDLE
+    assert not list(questions.replies())
+    assert [reply.asked for reply in replies(questions, p)] == [1.0]
 
 
 def test_a_host_in_brackets_is_an_address(names: Names) -> None:
@@ -442,6 +574,8 @@ def test_nothing_is_left_of_who_has_asked() -> None:
     before = threads()
     questions = LeaseQuestions()
     questions.ask(Peer("127.0.0.1", 1), Question("t", "d", AGENTS, 1.0))
-    assert threads() > before
+    assert (some := threads()) > before
+    questions.ask(Peer("127.0.0.1", 2), Question("t", "d", AGENTS, 1.0))
+    assert threads() == some
     del questions
     assert threads() == before

@@ -13,6 +13,7 @@ import pytest
 from tests.support.nixl_release import NixlConnectorMetadata
 from tests.support.nixl_worker import nixl_of, rank_key, step
 from tests.support.side_channel import Fleet, SideChannel, silent
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import notifications
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     MAX_PEERS,
@@ -141,22 +142,6 @@ def test_what_was_heard_for_others_is_not_taken_for_later_ones(
     assert fleet.until(lambda: len(place.asked) > before)
 
 
-def test_what_was_heard_long_ago_is_asked_again(
-    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As by an engine that slept in between, and whose P may have started again."""
-    place = fleet.serve("P")
-    fleet.leave("left", "P")
-    asked = vars(fleet.worker)["_notifications"]._asked
-    asked[2].result(20)
-    now = time.monotonic() + 2 * notifications.PATIENCE
-    with monkeypatch.context() as later:
-        later.setattr(time, "monotonic", lambda: now)
-        step(fleet.worker)
-    assert fleet.until(fleet.heard)
-    assert place.asked == [0, 0]
-
-
 @pytest.fixture
 def busy(fleet: Fleet) -> Iterator[threading.Event]:
     """vLLM's handshake thread is at work for others, until this is set."""
@@ -164,6 +149,35 @@ def busy(fleet: Fleet) -> Iterator[threading.Event]:
     fleet.worker._handshake_initiation_executor.submit(over.wait, 20)
     yield over
     over.set()
+
+
+@pytest.mark.parametrize(("took", "slept", "asked"), [(0.6, 0.6, [0]), (0.0, 1.2, [0, 0])])
+def test_what_was_heard_long_ago_is_asked_again(
+    fleet: Fleet,
+    busy: threading.Event,
+    monkeypatch: pytest.MonkeyPatch,
+    took: float,
+    slept: float,
+    asked: list[int],
+) -> None:
+    """As by an engine that slept in between, and whose P may have started again."""
+    now, passed = time.monotonic, 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed * notifications.PATIENCE)
+
+    def slowly(_: int) -> bool:
+        nonlocal passed
+        passed = max(passed, took)
+        return True
+
+    place = fleet.serve("P", answers=slowly)
+    fleet.leave("left", "P")
+    vars(fleet.worker)["_notifications"]._asked[2].result(20)
+    passed += slept
+    step(fleet.worker)
+    assert bool(fleet.worker._handshake_futures) is (asked == [0])  # else it is the notifier's turn
+    busy.set()
+    assert fleet.until(fleet.heard)
+    assert place.asked == asked
 
 
 def begin_registration(fleet: Fleet) -> SideChannel:
@@ -196,6 +210,62 @@ def test_a_read_uses_nothing_that_was_heard_before_it_came(
     assert len(nixl_of(fleet.worker).called("add_remote_agent")) == 1
 
 
+def test_a_read_uses_nothing_that_was_asked_before_it_came(
+    fleet: Fleet, busy: threading.Event
+) -> None:
+    answers = threading.Event()
+    place = fleet.serve("P", answers=lambda _: answers.wait(20))
+    fleet.leave("left", "P")
+    fleet.read()
+    answers.set()
+    assert fleet.until(lambda: pending_notifications(fleet.worker) == 1)
+    busy.set()
+    assert fleet.until(lambda: fleet.reads() and fleet.heard())
+    assert place.asked == [0, 0]
+
+
+def test_what_is_to_be_told_later_leaves_what_was_heard(
+    fleet: Fleet, busy: threading.Event
+) -> None:
+    place = begin_registration(fleet)
+    fleet.leave("next", "P")
+    busy.set()
+    assert fleet.until(lambda: len(fleet.heard().get("P/0", ())) == 2)
+    assert place.asked == [0]
+
+
+def test_another_address_of_an_engine_leaves_what_was_heard_of_it(
+    fleet: Fleet, busy: threading.Event
+) -> None:
+    answers = threading.Event()
+    first = fleet.serve("P", answers=lambda _: answers.wait(20))
+    fleet.leave("left", "P")
+    other = fleet.serve("P")
+    fleet.leave("next", "P")
+    answers.set()
+    assert fleet.until(lambda: other.asked)
+    busy.set()
+    assert fleet.until(lambda: len(fleet.heard().get("P/0", ())) == 2)
+    assert (first.asked, other.asked) == ([0], [0])
+
+
+def test_a_notification_has_two_steps_before_it(fleet: Fleet, busy: threading.Event) -> None:
+    """An idle engine goes on for as long as there are any, and sooner as one is taken."""
+    assert pending_notifications(fleet.worker) == 0
+    fleet.serve("P")
+    fleet.leave("left", "P")
+    assert pending_notifications(fleet.worker) == 2
+    assert fleet.until(lambda: fleet.worker._handshake_futures)
+    assert pending_notifications(fleet.worker) == 1
+    busy.set()
+    vars(fleet.worker)["_notifications"]._settled.result(20)
+    assert pending_notifications(fleet.worker) == 1  # the next step tells
+    assert fleet.until(fleet.heard)
+    assert pending_notifications(fleet.worker) == 0
+    fleet.worker._ready_requests.put(("a read", None))
+    assert pending_notifications(fleet.worker) == 0
+
+
 def test_a_handshake_that_is_under_way_is_shared(
     fleet: Fleet, busy: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,6 +277,7 @@ def test_a_handshake_that_is_under_way_is_shared(
     busy.set()
     assert fleet.until(lambda: fleet.reads() and fleet.heard())
     assert place.asked == [0]
+    assert len(fleet.reads()) == 1
     assert failed(fleet) == 0
 
 
@@ -260,6 +331,10 @@ def test_what_does_not_fit_is_counted_and_logged_a_few_times(
         fleet.ports[f"silent-{i}"] = fleet.ports["silent"]
         fleet.leave(f"left-{i}", f"silent-{i}")
     assert failed(fleet) == 20
+    assert taken() == {"NOTIFICATION_GIVEN_UP": 20}
+    fleet.leave("again", f"silent-{MAX_PEERS - 1}")
+    assert failed(fleet) == 0
+    assert pending_notifications(fleet.worker) == 2 * (MAX_PEERS + 1)
     lines = [line for line in caplog.messages if "could not be reported to a prefill" in line]
     assert len(lines) == LINES
     threads = {t for t in threading.enumerate() if t.name.startswith("kvfix-nixl-notifier")}
@@ -345,6 +420,26 @@ def test_a_failing_registration_is_a_failed_handshake(fleet: Fleet) -> None:
     del nixl_of(fleet.worker).on["add_remote_agent"]
     fleet.read()
     assert fleet.until(fleet.reads)
+
+
+@pytest.mark.parametrize("clock", [(), (0.25,)], ids=["up to 0.25.1", "from 0.26.0 on"])
+@pytest.mark.parametrize("host_buffer", [False, True])
+def test_what_was_noted_is_registered_as_a_handshake_does_it(
+    monkeypatch: pytest.MonkeyPatch, clock: tuple[float, ...], host_buffer: bool
+) -> None:
+    devices: list[int] = []
+    platform = SimpleNamespace(set_device=devices.append)
+    monkeypatch.setattr(notifications, "current_platform", platform)
+    worker: Any = SimpleNamespace(
+        use_host_buffer=host_buffer,
+        device_id=3,
+        add_remote_agent=lambda engine, rank: f"{engine}/{rank}",
+    )
+    heard, named = notifications._Heard(), {0: "P/0", 1: "P/1"}
+    noted = {rank: heard.note(("P",), {"rank": rank}) for rank in named}
+    heard.result = (noted, *clock) if clock else noted
+    assert heard.register(worker) == ((named, *clock) if clock else named)
+    assert devices == ([] if host_buffer else [3])
 
 
 def test_a_peers_sizes_are_handed_on_in_the_order_of_a_handshake() -> None:

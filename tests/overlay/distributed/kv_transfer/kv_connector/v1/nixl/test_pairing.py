@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -26,6 +27,7 @@ NO_PARTS = (
 """Of blocks that are read in parts: what is said where a group keeps a window of the prompt."""
 
 GROUPS: Any = ("full", "sliding")
+HYBRID: Any = ("mamba", "full")
 
 
 @pytest.mark.parametrize("mla", [False, True])
@@ -125,6 +127,11 @@ class TestRefusals:
         pairing.refuse_other_size(worker, other)
 
 
+FULL, WINDOW, LATENT_WINDOW, STATE = (
+    object.__new__(vars(pairing)[kind])
+    for kind in ("FullAttentionSpec", "SlidingWindowSpec", "SlidingWindowMLASpec", "MambaSpec")
+)
+
 SAYS_GROUPS = "region_group_ids" in {field.name for field in dataclasses.fields(NixlAgentMetadata)}
 """Whether engines say to which group of layers each region belongs: from 0.30.0 on."""
 SAYS_CONTEXT = "dcp_size" in {field.name for field in dataclasses.fields(NixlAgentMetadata)}
@@ -185,15 +192,13 @@ class TestWhoIsRefused:
             elif Deployment(1, 1, split=2).makes_its_blocks:
                 pairing.refuse_other_size(worker, peer)
 
-    @pytest.mark.skipif(not SAYS_CONTEXT, reason="from 0.29.0 on")
     @pytest.mark.parametrize(("ours", "theirs"), [(1, 1), (2, 1), (1, 2), (2, 2)])
     def test_other_blocks_with_context_ranks(self, ours: int, theirs: int) -> None:
-        """Those take turns block by block, so each would hold tokens of others."""
+        """Those take turns block by block, so each would hold tokens of others: from 0.29.0 on."""
         worker = make_worker(mla=True)
-        worker.dcp_size = ours
-        same = peer_of(worker, dcp_size=theirs)
+        same, half = peer_of(worker), peer_of(worker, block_size=worker.block_size // 2)
+        worker.dcp_size, same.dcp_size, half.dcp_size = ours, theirs, theirs
         pairing.refuse_other_size(worker, same)
-        half = peer_of(worker, dcp_size=theirs, block_size=worker.block_size // 2)
         refused = "context ranks" if max(ours, theirs) > 1 else ""
         if refused or not Deployment(1, 1, split=2, mla=True).makes_its_blocks:
             with pytest.raises(RuntimeError, match=refused):
@@ -201,24 +206,22 @@ class TestWhoIsRefused:
         else:
             pairing.refuse_other_size(worker, half)
 
-    @pytest.mark.skipif(not SAYS_GROUPS, reason="from 0.30.0 on")
     @pytest.mark.parametrize("ours", [(), (0, 0), (0, 1)])
     @pytest.mark.parametrize("theirs", [(), (0, 0), (0, 1)])
     def test_nobody_whose_regions_belong_to_other_groups(
         self, ours: tuple[int, ...], theirs: tuple[int, ...]
     ) -> None:
-        """Those are paired token by token."""
+        """Those are paired token by token: from 0.30.0 on."""
         worker = make_worker(groups=GROUPS)
         peer = peer_of(worker, block_size=worker.block_size // 2)
         worker.region_group_ids = ours
-        worker.dst_region_group_ids["Q"] = theirs
+        worker.dst_region_group_ids = {"Q": theirs}
         if ours and ours != theirs:
             pairing.refuse_other_size(worker, peer)
         else:
             with pytest.raises(RuntimeError):
                 pairing.refuse_other_size(worker, peer)
 
-    @pytest.mark.skipif(not SAYS_GROUPS, reason="from 0.30.0 on")
     @pytest.mark.parametrize("theirs", [None, (0, 0), (0, 1)])
     def test_no_pusher_whose_regions_belong_to_other_groups(
         self, theirs: tuple[int, ...] | None
@@ -232,6 +235,39 @@ class TestWhoIsRefused:
         else:
             with pytest.raises(RuntimeError, match="pushes kernel blocks"):
                 pairing.refuse_pusher(worker, peer)
+
+    @pytest.mark.parametrize(
+        ("specs", "kernel", "ratio", "refused"),
+        [
+            ((FULL, WINDOW), 8, 2, False),
+            ((FULL, WINDOW), 8, 1, True),
+            ((FULL, STATE), 8, 1, False),
+            ((FULL, LATENT_WINDOW), 8, 2, True),
+            ((FULL, LATENT_WINDOW), 16, 1, False),
+            ((STATE, WINDOW), 8, 2, True),
+        ],
+    )
+    def test_a_window_with_other_blocks_where_parts_are_sorted(
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        specs: tuple[Any, ...],
+        kernel: int,
+        ratio: int,
+        refused: bool,
+    ) -> None:
+        """Our blocks are kernel blocks, of 16 tokens. As from 0.32.0 on, on any release."""
+        monkeypatch.setattr(pairing, "peer_ratio", lambda *_: ratio)
+        monkeypatch.setattr(pairing, "refuse_other_block_size", lambda *_: None)
+        groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+        worker: Any = SimpleNamespace(
+            _TRANSFER_MODE="pull",
+            _physical_blocks_per_logical_kv_block=1,
+            block_size=16,
+            kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
+        )
+        peer: Any = SimpleNamespace(engine_id="Q", block_size=kernel)
+        with pytest.raises(RuntimeError, match="whole prompt") if refused else nullcontext():
+            pairing.refuse_other_size(worker, peer)
 
 
 def paired(
@@ -266,6 +302,8 @@ class TestPairs:
         """Two whole blocks of ours are the prompt; the second is asked for."""
         assert paired([[5]], [[1, 2, 3, 6]]) == (([[10, 11]], [[3, 6]]), None)
         assert paired([[5]], [[1, 2, 3]]) == (([[10]], [[3]]), None)
+        got, _ = paired([[4], [5]], [[9], [1, 2, 3, 6]], groups=HYBRID)
+        assert got == ([[4], [10, 11]], [[9], [3, 6]])
 
     def test_no_hits_said_is_as_good_as_no_metadata(self) -> None:
         assert paired([[5]], [[1, 2, 3]], ()) == (([[10]], [[3]]), [[3]])
@@ -343,6 +381,39 @@ class TestPairs:
         assert got == ([[14, 15]], [[3, 6]])
 
     def test_a_request_that_is_not_awaited_has_no_metadata_to_keep(self) -> None:
-        worker = make_worker()
+        worker = make_worker(groups=HYBRID)
         worker._recving_metadata["r"] = SimpleNamespace(local_num_computed_blocks=(), remote=None)
-        assert pairing.pair_smaller_blocks(worker, "r", [[4]], [[1, 2]], 2) == ([[8, 9]], [[1, 2]])
+        got = pairing.pair_smaller_blocks(worker, "r", [[3], [4]], [[9], [1, 2]], 2)
+        assert got == ([[3], [8, 9]], [[9], [1, 2]])
+
+    @pytest.mark.parametrize(
+        ("groups", "ratio", "read"),
+        [(HYBRID, 1, [3, 6]), (HYBRID, 2, [1, 2]), (GROUPS, 2, [3, 6])],
+    )
+    def test_of_a_hybrid_of_another_ratio_nothing_was_cached(
+        self, groups: tuple[Any, ...], ratio: int, read: list[int]
+    ) -> None:
+        worker = make_worker(groups=groups)
+        connect(worker, "P")
+        topology = topology_of(worker)
+        info = topology.get_engine_info("P")
+        info = dataclasses.replace(info, remote_physical_blocks_per_logical=ratio)
+        topology._engines = dict.fromkeys(topology._engines, info)
+        remote = SimpleNamespace(block_ids=[[], [1, 2, 3, 6]], engine_id="P")
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(), remote=remote)
+        worker._recving_metadata["r"] = meta
+        got = pairing.pair_smaller_blocks(worker, "r", [[], [5]], [[], [1, 2, 3, 6]], 2)
+        assert got == ([[], [10, 11]], [[], read])
+
+    @pytest.mark.parametrize("sizes", [(2, 2), (1, 2), (2, 1)])
+    def test_shares_of_context_ranks_are_left_to_upstream(self, sizes: tuple[int, int]) -> None:
+        info = SimpleNamespace(remote_dcp_size=sizes[1])
+        meta = SimpleNamespace(remote=SimpleNamespace(engine_id="P"))
+        worker: Any = SimpleNamespace(
+            dcp_size=sizes[0],
+            transfer_topo=SimpleNamespace(get_engine_info={"P": info}.get),
+            _recving_metadata={"r": meta},
+            _map_block_ids_for_block_size_ratio=lambda *given: given,
+        )
+        given = [[5]], [[3, 6]], 2
+        assert pairing.pair_smaller_blocks(worker, "r", *given) == given

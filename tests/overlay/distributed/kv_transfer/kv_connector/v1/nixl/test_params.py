@@ -22,6 +22,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     peer_problem,
     printable,
     said,
+    unbracketed,
+    without_unread,
 )
 
 PEER = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
@@ -114,6 +116,7 @@ def test_null_says_no_number(field: str) -> None:
     assert said({**GOOD, field: None, "remote_num_tokens": None}) == GOOD | {
         "remote_num_tokens": None
     }
+    assert said({**GOOD, field: 1}) == {**GOOD, field: 1}
 
 
 @pytest.mark.parametrize(
@@ -235,6 +238,18 @@ def test_from_where_to_where_a_number_goes(field: str, low: int, high: int) -> N
         assert str(problem) == f"kv_transfer_params.{field} must be from {low} to {high}"
 
 
+@pytest.mark.parametrize(
+    ("field", "low", "high"),
+    [("dcp_size", 1, 1024), ("pp_size", 1, 1024), ("remote_registration_generation", 0, 2**63 - 1)],
+)
+def test_from_where_to_where_a_later_number_goes(field: str, low: int, high: int) -> None:
+    for good in (low, high):
+        assert peer_problem({**GOOD, "tp_size": 1, field: good}) is None
+    for bad in (low - 1, high + 1):
+        problem = peer_problem({**GOOD, "tp_size": 1, field: bad})
+        assert str(problem) == f"kv_transfer_params.{field} must be from {low} to {high}"
+
+
 def test_the_numbers_of_blocks() -> None:
     assert find_problem({**GOOD, "remote_block_ids": [[0, 2**31 - 1]]}) is None
     for bad in (-1, 2**31):
@@ -296,6 +311,32 @@ def test_who_asks_for_blocks(params: dict[str, object], asks: bool) -> None:
     assert asks_for_blocks(params) is asks
 
 
+OFFERED = {"do_remote_decode": True, "remote_block_ids": [[1]], "tp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("params", "reads_back", "left"),
+    [
+        (OFFERED, False, {**OFFERED, "remote_block_ids": None}),
+        (OFFERED, True, OFFERED),
+        (GOOD, False, GOOD),
+        ({"do_remote_decode": True}, False, {"do_remote_decode": True}),
+        (None, False, None),
+    ],
+)
+def test_what_is_offered_is_left_out_unless_it_is_read(
+    params: object, reads_back: bool, left: object
+) -> None:
+    assert without_unread(params, reads_back=reads_back) == left
+    assert reads_back or without_unread(params) == left
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1", "::1]", "p"])
+def test_an_address_may_stand_in_brackets(host: str) -> None:
+    assert unbracketed(host) == host
+    assert unbracketed(f"[{host}]") == host
+
+
 @pytest.mark.parametrize("wrap", [lambda v: [v], lambda v: {"k": v}, lambda v: (v,)])
 def test_how_deep_a_field_may_be(wrap: Callable[[object], object]) -> None:
     """What is deepest counts as a level."""
@@ -337,6 +378,8 @@ def test_halves_of_a_character_in_two_texts_are_none() -> None:
         ("transfer_mode", True),
         ("lmcache.remote_", False),
         ("remote_kv_source", False),  # of the offloading connector's tier on peers
+        ("remote_prefiller", False),
+        ("remote_decoder", False),
         ("size", False),
         ("", False),
     ],

@@ -199,6 +199,9 @@ def worker_of(**different: Any) -> SimpleNamespace:  # noqa: ANN401 - of any typ
 
 PEER = SimpleNamespace(kv_cache_layout="HND")
 
+HEADS_FIRST = torch.zeros(2, 8, 4, 16, 8).transpose(2, 3)
+"""Keys and values whose heads are outermost within a block."""
+
 
 def latent(*dimensions: int) -> SimpleNamespace:
     """A worker with latent caches of so many dimensions."""
@@ -213,6 +216,8 @@ def test_a_release_that_finds_the_tokens_sorts_every_cache(monkeypatch: pytest.M
     monkeypatch.setattr(parts, "_KNOWS_TOKENS", True)
     assert parts._sorts_parts(worker_of(), PEER)
     assert parts._sorts_parts(latent(4), PEER)
+    scales = SimpleNamespace(cache_config=SimpleNamespace(cache_dtype="nvfp4"))
+    assert not parts._sorts_parts(worker_of(vllm_config=scales), PEER)
 
 
 def test_another_one_sorts_halves_and_latent_caches_without_a_head(
@@ -223,6 +228,12 @@ def test_another_one_sorts_halves_and_latent_caches_without_a_head(
     assert not parts._sorts_parts(worker_of(device_kv_caches=one_head), PEER)
     halves = SimpleNamespace(split_k_and_v=True)
     assert parts._sorts_parts(worker_of(device_kv_caches=one_head, transfer_topo=halves), PEER)
+    caches = {"layer": HEADS_FIRST}
+    worker = worker_of(device_kv_caches=caches, transfer_topo=halves)
+    assert parts._sorts_parts(worker, PEER)
+    assert not parts._sorts_parts(worker, SimpleNamespace(kv_cache_layout="NHD"))
+    caches["odd"] = torch.zeros(2, 8, 16, 4, 8)
+    assert not parts._sorts_parts(worker, PEER)
     assert parts._sorts_parts(latent(3), PEER)
     assert parts._sorts_parts(latent(3, 5), PEER)
     assert not parts._sorts_parts(latent(4), PEER)
@@ -268,8 +279,11 @@ def test_halves_are_permuted_and_what_has_five_dimensions_is_not(
 ) -> None:
     """Up to 0.25.1, where the topology says what a cache is made of."""
     monkeypatch.setattr(parts, "_KNOWS_TOKENS", False)
-    halves = {"device_kv_caches": {"layer": torch.zeros(2, 8, 16, 4, 8)}, **OTHER}
+    halves: dict[str, Any] = {"device_kv_caches": {"layer": torch.zeros(2, 8, 16, 4, 8)}, **OTHER}
     for split in (False, True):
         topology = SimpleNamespace(split_k_and_v=split)
         assert parts._permutes(worker_of(transfer_topo=topology, **halves), PEER) is split
+    caches = {**halves["device_kv_caches"], "odd": HEADS_FIRST}
+    worker = worker_of(transfer_topo=topology, device_kv_caches=caches, **OTHER)
+    assert not parts._permutes(worker, PEER)
     assert parts._permutes(worker_of(**halves), PEER)  # later, nothing is said of it

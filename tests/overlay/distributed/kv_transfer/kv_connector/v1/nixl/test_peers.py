@@ -35,7 +35,7 @@ assert stranger  # a fixture
         ("10.8.0.0/16:5600-5602", ["10.8.1.1:5602"], ["10.8.1.1:5603", "10.8.1.1:5599"]),
         ("fd00::/8", ["fd00::1:5600"], ["fe80::1:5600", "10.8.0.1:5600"]),
         ("[fd00::1]:5600", ["fd00::1:5600", "[fd00::1]:5600"], ["fd00::1:5601", "[fd00::2]:5600"]),
-        ("prefill-0", ["prefill-0:1", "PREFILL-0.:1"], ["prefill-0.svc:1", "prefill-00:1"]),
+        ("prefill-0", ["prefill-0:65535", "PREFILL-0.:1"], ["prefill-0.svc:1", "xprefill-0:1"]),
         ("Prefill-0.svc.", ["prefill-0.svc:1"], ["svc:1", "prefill-1.svc:1"]),
         ("*.p.svc:5600", ["p-0.p.svc:5600", "a.b.p.svc:5600"], ["p.svc:5600", "xp.svc:5600"]),
         # As a P may announce itself, and vLLM connects to it.
@@ -69,6 +69,8 @@ def test_an_entry(entry: str, allowed: list[str], refused: list[str]) -> None:
         "host:",
         "host:0",
         "host:65536",
+        "host:0-9",
+        "host:9-65536",
         "host:9-8",
         "host:x",
         "http://host",
@@ -119,8 +121,15 @@ def test_an_engine_with_a_bad_list_does_not_start(bad: object) -> None:
         scheduler_with(allowed_peers=bad)
 
 
-def test_an_empty_list_allows_nobody() -> None:
-    assert allowed_peers(make_vllm_config(extra_config={"allowed_peers": []}).kv_transfer_config)
+def test_a_bad_option_of_the_workers_is_found_out_before_they_are() -> None:
+    with pytest.raises(ValueError, match=r"kv_connector_extra_config\.max_handshake_wait"):
+        scheduler_with(allowed_peers=[], max_handshake_wait="soon")
+
+
+@pytest.mark.parametrize("nobody", [[], ()])
+def test_an_empty_list_allows_nobody(nobody: list[str] | tuple[str, ...]) -> None:
+    config = make_vllm_config(extra_config={"allowed_peers": nobody}).kv_transfer_config
+    assert allowed_peers(config)
     side = scheduler_with(allowed_peers=[])
     problem = peer_not_allowed(side, GOOD)
     assert problem is not None and problem.field == "remote_host"
