@@ -34,8 +34,10 @@ class Serving:
         if finish_reason == "error":
             raise FailedError(request_id)
 
-    @says_what_failed
-    async def stream(
+    def stream(self, *asked: Any, **named: Any) -> AsyncIterator[str]:  # noqa: ANN401
+        return says_what_failed(Serving._stream)(self, *asked, **named)
+
+    async def _stream(
         self, request: object, result_generator: AsyncIterator[Any], request_id: str
     ) -> AsyncIterator[str]:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -49,7 +50,17 @@ def test_other_bodies_are_let_go(body: dict[str, Any], ascii_only: bool) -> None
     assert kept(raw) == kept(raw[:7], raw[7:], b"") == {}
 
 
-@pytest.mark.parametrize("raw", [b'["do_remote_prefill"]', b'{"do_remote_prefill', b"\0", b""])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'["do_remote_prefill"]',
+        b'{"do_remote_prefill',
+        b'{"do_remote_prefill": ' + b"[" * 100_000,
+        b"\0",
+        b"",
+    ],
+    ids=lambda raw: repr(raw[:30]),
+)
 def test_what_is_no_object_is_an_empty_one(raw: bytes) -> None:
     assert kept(raw) == {}
 
@@ -58,6 +69,7 @@ def test_a_body_that_is_let_go_is_an_empty_object() -> None:
     body = KeptBody()
     body.add(json.dumps(NAMED).encode(), more=False)
     body.clear()
+    body.add(json.dumps(NAMED).encode(), more=False)
     assert body.parsed == {}
 
 
@@ -65,3 +77,13 @@ def test_it_is_parsed_once() -> None:
     body = KeptBody()
     body.add(json.dumps(NAMED).encode(), more=False)
     assert body.parsed is body.parsed
+
+
+@pytest.mark.parametrize("body", [{"prompt": "hi" * 99}, NAMED])
+def test_nothing_is_held_of_a_body_that_was_looked_at(body: dict[str, Any]) -> None:
+    raw = json.dumps(body).encode()
+    held = sys.getrefcount(raw)
+    keeps = KeptBody()
+    keeps.add(raw, more=False)
+    assert keeps.parsed == (body if body is NAMED else {})
+    assert sys.getrefcount(raw) == held

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import logging
 from collections.abc import Callable, Coroutine, Iterator
 from http import HTTPStatus
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from fastapi import FastAPI, Request, Response
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from vllm.v1.engine import EngineCoreRequest
@@ -31,14 +34,17 @@ from tests.support.serving_app import (
     serving,
 )
 from tests.support.takers import TAKERS
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     find_unsendable,
     peer_problem,
 )
+from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints import rejection
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.v1.engine.admission import current_exchange
 
 COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE = ENDPOINTS
 TOO_LONG = "x" * (MAX_MODEL_LEN + 1)
@@ -657,3 +663,249 @@ def log_of_vllm(caplog: pytest.LogCaptureFixture) -> Any:  # noqa: ANN401
         yield
     finally:
         logger.removeHandler(caplog.handler)
+
+
+# ---------------------------------------------------------------- the route alone
+
+
+class Teller:
+    """An engine client that notes what it is told: names, parameters, engines."""
+
+    def __init__(self) -> None:
+        config = SimpleNamespace(kv_connector="NixlConnector", kv_connector_module_path=None)
+        self.vllm_config = SimpleNamespace(kv_transfer_config=config)
+        self.told: list[tuple[object, ...]] = []
+
+    async def notify_kv_transfer_request_rejected(
+        self, name: str, params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        self.told.append((name, params, data_parallel_rank))
+
+
+class Breaks(Response):
+    """An answer that begins, and goes no further."""
+
+    async def __call__(self, scope: object, receive: object, send: Any) -> None:  # noqa: ANN401
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        raise ValueError("in the middle")
+
+
+def ask_alone(
+    answer: Response | Exception,
+    *,
+    engine: Teller | None,
+    handler: Any = None,  # noqa: ANN401
+    path: str = COMPLETIONS,
+    refused: bool = False,
+    leaves: bool = False,
+    headers: dict[str, str] | None = None,
+    **fields: object,
+) -> tuple[list[int], bool, bool]:
+    """Send a body with some fields, in parts, to a route with an answer of its own.
+
+    `handler` is the application's for what is raised, and `refused` what the endpoint says of the
+    request to a route that watches.
+
+    Returns:
+        The statuses that are sent, whether the application raises, and whether the route watches.
+    """
+    app, sent, watches = FastAPI(), list[int](), list[bool]()
+    app.state.engine_client = engine
+
+    async def endpoint(request: Request) -> Response:
+        assert await request.json() == fields
+        if leaves:
+            await request.receive()
+        exchange = current_exchange()
+        watches.append(exchange is not None)
+        if exchange is not None:
+            exchange.refused = refused
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    app.router.routes.append(rejection.KVTransferRoute(path, endpoint, methods=["POST"]))
+    if handler is not None:
+        app.add_exception_handler(Exception, handler)
+    raw = json.dumps(fields).encode()
+    incoming: list[dict[str, Any]] = [
+        {"type": "http.request", "body": raw[:9], "more_body": True},
+        {"type": "http.request", "body": raw[9:], "more_body": True},
+        {"type": "http.request"},
+        {"type": "http.disconnect"},
+    ]
+
+    async def receive() -> dict[str, Any]:
+        return incoming.pop(0)
+
+    async def send(message: Any) -> None:  # noqa: ANN401 - of ASGI
+        sent.extend([message["status"]] if "status" in message else ())
+
+    named = [(name.lower().encode(), value.encode()) for name, value in (headers or {}).items()]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": named}
+    try:
+        asyncio.run(app(scope, receive, send))
+    except ValueError:
+        return sent, True, watches[0]
+    return sent, False, watches[0]
+
+
+def answering(status: int) -> Any:  # noqa: ANN401
+    async def answer(request: Request, error: Exception) -> Response:
+        return Response(f"{request.url.path}: {error.args}", status)
+
+    return answer
+
+
+def answers_in_a_thread(request: Request, error: Exception) -> Response:
+    return Response("no", 400)
+
+
+@pytest.mark.parametrize(
+    ("handler", "status", "params", "raises"),
+    [
+        (answering(400), 400, REMOTE, False),
+        (answering(499), 499, REMOTE, False),
+        (answering(500), 500, REMOTE, True),
+        (answering(400), 400, None, True),
+        (answers_in_a_thread, 400, REMOTE, True),
+        (None, 500, REMOTE, True),
+    ],
+)
+def test_a_refusal_that_is_raised_is_answered_and_told(
+    handler: object, status: int, params: object, raises: bool
+) -> None:
+    engine = Teller()
+    error = ValueError("no")
+    found = ask_alone(error, engine=engine, handler=handler, kv_transfer_params=params)
+    assert found == ([status], raises, True)
+    assert len(engine.told) == (not raises)
+
+
+def test_an_answer_that_has_begun_is_no_refusal() -> None:
+    engine = Teller()
+    found = ask_alone(Breaks(), engine=engine, handler=answering(400), kv_transfer_params=REMOTE)
+    assert found == ([200], True, True)
+    assert engine.told == []
+
+
+@pytest.mark.parametrize(
+    ("status", "refused", "leaves", "told"),
+    [
+        (400, False, False, True),
+        (400, False, True, False),
+        (500, False, False, False),
+        (500, True, False, True),
+        (429, True, False, False),
+        (200, True, False, False),
+    ],
+)
+def test_what_is_refused_for_good_is_told_of_who_hears_it(
+    status: int, refused: bool, leaves: bool, told: bool
+) -> None:
+    engine = Teller()
+    how: dict[str, Any] = {"engine": engine, "refused": refused, "leaves": leaves}
+    ask_alone(Response(status_code=status), **how, kv_transfer_params=REMOTE)
+    assert [params for _, params, _ in engine.told] == [REMOTE] * told
+
+
+@pytest.mark.parametrize(
+    ("headers", "fields", "name"),
+    [
+        ({"X-Request-Id": "head"}, {"request_id": "body"}, "head"),
+        ({}, {"request_id": "body"}, "body"),
+        ({"X-Request-Id": "head"}, {}, "head"),
+    ],
+)
+def test_a_request_is_told_by_its_client_s_name(
+    headers: dict[str, str], fields: dict[str, Any], name: str
+) -> None:
+    engine = Teller()
+    fields = {"kv_transfer_params": REMOTE, **fields}
+    ask_alone(Response(status_code=400), engine=engine, headers=headers, **fields)
+    assert engine.told == [(name, REMOTE, None)]
+
+
+@pytest.mark.parametrize(("path", "engine"), [("/v1/other", Teller()), (COMPLETIONS, None)])
+def test_a_route_watches_only_where_blocks_may_wait(path: str, engine: Teller | None) -> None:
+    answer = Response(status_code=400)
+    found = ask_alone(answer, engine=engine, path=path, kv_transfer_params=REMOTE)
+    assert found == ([400], False, False)
+
+
+@pytest.mark.parametrize("params", [None, "do_remote_prefill", ["do_remote_prefill"], {}])
+def test_what_says_of_no_blocks_that_they_wait(params: object) -> None:
+    assert rejection.remote_prefill(params) is None
+    assert rejection.remote_prefill(REMOTE) is REMOTE
+
+
+def guard(module: str, lets_in: bool | None) -> Any:  # noqa: ANN401
+    """A middleware, which looks at a key if it says whether it lets somebody in."""
+
+    class Guard:
+        __module__ = module
+
+        def __init__(self, app: object) -> None:
+            pass
+
+    if lets_in is not None:
+        Guard.verify_token = lambda self, headers: lets_in  # type: ignore[attr-defined]
+    return SimpleNamespace(cls=Guard, args=(), kwargs={})
+
+
+@pytest.mark.parametrize(
+    ("guards", "told"),
+    [
+        ([("vllm.entrypoints", True)], True),
+        ([("vllm.entrypoints", False)], False),
+        ([("vllm.entrypoints", None), ("vllm.another", False)], False),
+        ([("elsewhere", False)], True),
+        ([], True),
+    ],
+)
+def test_only_the_server_s_own_key_counts(guards: list[Any], told: bool) -> None:
+    app = SimpleNamespace(user_middleware=[guard(*one) for one in guards])
+    engine = Teller()
+    request = Request({"type": "http", "headers": [], "app": app})
+    asyncio.run(rejection.notify(engine, "mine", REMOTE, request))
+    assert engine.told == [("mine", REMOTE, None)] * told
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "rank"), [(None, None), ([], None), ([b"first"], None), ([b"3"], 3)]
+)
+def test_the_engine_that_was_asked_for_is_told(
+    asked_for: list[bytes] | None, rank: int | None
+) -> None:
+    """Also without an application or a request, as Ray Serve LLM calls handlers."""
+    engine, request = Teller(), None
+    if asked_for is not None:
+        headers = [(b"x-data-parallel-rank", value) for value in asked_for]
+        request = Request({"type": "http", "headers": headers})
+    asyncio.run(rejection.notify(engine, "mine", REMOTE, request))
+    assert engine.told == [("mine", REMOTE, rank)]
+
+
+class Mute(KVTransferNotifier):
+    """An engine client that cannot tell anybody."""
+
+
+class Failing(KVTransferNotifier):
+    async def notify_kv_transfer_request_rejected(self, *args: object, **kwargs: object) -> None:
+        raise OSError("the engine core is gone")
+
+
+@pytest.mark.parametrize(
+    ("engine", "counted"),
+    [(Mute(), {}), (SimpleNamespace(), {}), (Failing(), {"REJECTION_LOST": 1})],
+)
+def test_who_cannot_tell_is_not_asked_and_what_fails_is_counted(
+    engine: Any,  # noqa: ANN401
+    counted: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr("vllm_overlay.engine.protocol.logger.warning", asked.append)
+    asyncio.run(rejection.tell(engine, "mine", REMOTE, None))
+    assert asked == []
+    assert taken() == counted

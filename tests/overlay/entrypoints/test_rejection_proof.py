@@ -387,6 +387,8 @@ def test_an_id_of_a_client_is_short_and_plain(name: str, where: str) -> None:
 def test_names_that_are_no_text() -> None:
     for name in (None, "", 7, ["x"]):
         assert rejection._readable(name).isalnum()
+    assert rejection._readable("of a\nclient") == "of_a_client"
+    assert len(rejection._readable("x" * 5_000)) < 150
 
 
 # ---------------------------------------------------------------- the cost

@@ -74,6 +74,11 @@ def test_every_route_is_watched_or_known_to_refuse_nothing() -> None:
     asyncio.run(test())
 
 
+@pytest.mark.parametrize("path", sorted(WATCHED))
+def test_what_generates_is_watched_where_it_is_installed(path: str) -> None:
+    assert KVTransferRoute(path, lambda: None).generates
+
+
 @pytest.mark.parametrize(
     ("path", "changes"),
     [

@@ -39,8 +39,10 @@ def blank(kind: type) -> object:
     ],
 )
 def test_nixl_is_found_alone_and_among_several(kinds: list[type], so: bool) -> None:
-    several = SimpleNamespace(_connectors=[blank(kind) for kind in kinds])
-    assert present.transfers_with_nixl(cast("Any", several)) is so
+    inside = [blank(kind) for kind in kinds]
+    for held in (inside, tuple(inside)):
+        several = SimpleNamespace(_connectors=held)
+        assert present.transfers_with_nixl(cast("Any", several)) is so
 
 
 @pytest.mark.parametrize(("kind", "so"), [(NixlConnector, True), (Offloading, False)])
@@ -50,3 +52,16 @@ def test_a_connector_that_stands_alone(kind: type, so: bool) -> None:
 
 def test_no_connector_transfers_nothing() -> None:
     assert not present.transfers_with_nixl(None)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "loads"),
+    [(None, None), ({}, None), ({"other": 1}, None), ({"asked": 0}, 0), ({"asked": 1}, 1)],
+)
+def test_of_several_the_one_that_was_chosen_loads(chosen: object, loads: int | None) -> None:
+    several = SimpleNamespace(_requests_to_connector=chosen, _connectors=["first", "second"])
+    found = present.loader_of(
+        cast("Any", SimpleNamespace(connector=several)),
+        cast("Any", SimpleNamespace(request_id="asked")),
+    )
+    assert found == (several if loads is None else several._connectors[loads])

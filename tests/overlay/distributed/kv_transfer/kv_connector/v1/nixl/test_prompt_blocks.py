@@ -78,8 +78,8 @@ def test_the_list_ends_with_ours(hook: Any, ours: list[int], hit: int) -> None: 
         (("full",), [[1, 2, 3, 4, 5, 6]], [0]),  # as many
         (("full",), [[5, 6]], [4]),
         (("full",), [[1, 2, 3, 4, 5, 6, 7]], [0]),  # we have reserved slots for guesses
-        (("full",), [[]], [6]),  # nothing to read
-        (("full",), [], []),
+        (("full",), [[]], [4]),  # nothing to read
+        (("full",), [], [4]),
         (("full",), [[1, 2]], None),  # nobody says how many were there: vLLM's own tests
         (("full", "mamba"), [[1, 2], [3]], [0, 0]),
         (("full", "sliding"), [[1, 2, 3, 4, 5, 6], [7, 8]], [0, 0]),
@@ -122,6 +122,8 @@ class TestBlocksOfOtherSizes:
             NAMED[:2],
             NAMED[:1],
         ]
+        ours = [range(1, 7), [1]]  # of one group P names no more than ours hold
+        assert read(side("full", "wide"), ours, [NAMED, NAMED], [0, 0]) == [NAMED, NAMED[:1]]
 
 
 class TestWindows:
@@ -158,6 +160,12 @@ class TestWindows:
         worker = side("wide", "sliding")
         with pytest.raises(ValueError, match="max_tokens"):
             read(worker, [[1], [1, 2]], [NAMED, NAMED], [0, 0])
+
+    @pytest.mark.parametrize("ours", [6, 7])
+    def test_no_more_than_ours_hold_in_a_group_of_its_block_size(self, ours: int) -> None:
+        worker = side("full", "wide", "sliding")
+        named = read(worker, [range(ours), [1], [7, 8]], [NAMED] * 3, [0, 0, 0])
+        assert named == [NAMED, NAMED[:1], NAMED]
 
 
 def test_layers_of_one_kind_with_other_sizes_keep_all() -> None:
@@ -225,9 +233,11 @@ class TestWithHits:
         assert b"vllm_overlay" not in pickle.dumps(self.metadata())
 
     def test_nobody_has_said_anything(self) -> None:
-        meta = asked([[4]], [NAMED], None)
-        tell_hits(meta)
-        assert meta.local_num_computed_blocks == ()
+        meta = asked([[4], [5]], [NAMED], None)
+        for first in ([4], with_hits([[4]], self.BLOCKS)[0]):  # or of one of the groups only
+            meta.local_block_ids[0] = first
+            tell_hits(meta)
+            assert meta.local_num_computed_blocks == ()
 
     def test_nothing_to_read(self) -> None:
         assert with_hits((), self.BLOCKS) == ()

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -13,6 +15,7 @@ from tests.support.nixl_worker import (
     lives,
     make_worker,
     nixl_of,
+    raising,
     receive,
     register_peer,
     script_handshake,
@@ -22,6 +25,12 @@ from tests.support.nixl_worker import (
 pytestmark = pytest.mark.skipif(
     not hasattr(NixlConnectorWorker, "_cleanup_remote_engine"), reason="from 0.24.0 on"
 )
+
+
+@pytest.fixture
+def overlay() -> Any:  # noqa: ANN401 - the module
+    name = "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_receive"
+    return pytest.importorskip(name, reason="up to 0.29.0")
 
 
 def test_a_peer_that_was_evicted_before_it_was_read_is_met_again() -> None:
@@ -69,3 +78,47 @@ def test_a_step_does_not_wait_for_the_agents_of_a_handshake_that_has_just_ended(
     nixl_of(worker).finish(*nixl_of(worker).reads)
     assert lives(step, worker)[1] == {"a", "b"}
     assert not worker.get_block_ids_with_load_errors()
+
+
+@pytest.mark.parametrize("counts", [False, True])
+def test_who_has_ranks_that_do_not_fit_is_heard_where_that_is_not_counted(
+    overlay: Any,  # noqa: ANN401
+    counts: bool,
+) -> None:
+    """From 0.29.0 on upstream knows how many of a request's readers it waits for."""
+    fits = raising(ValueError("3 ranks"), lambda ranks: ranks == 3)
+    worker = SimpleNamespace(
+        transfer_topo=SimpleNamespace(tp_ratio=fits),
+        nixl_wrapper=mock.Mock(),
+        xfer_stats=mock.Mock(),
+    )
+    if counts:
+        worker.expected_consumer_notifications_by_req = {}
+    worker.nixl_wrapper.get_new_notifs.return_value = {"D": [b"a:1", b"b:3"]}
+    assert overlay.notifications(worker) == [[b"a:1", b"b:3"][: 1 + counts]]
+
+
+@pytest.mark.parametrize(("agents", "rank"), [({3: "P/3"}, 3), ({(0, 3): "P/3"}, (0, 3))])
+@pytest.mark.parametrize("before", [{}, {"asked": [1]}])
+@pytest.mark.parametrize("posts", [[], [2]])
+def test_the_rank_of_a_read_is_noted_and_of_one_that_need_not_wait(
+    overlay: Any,  # noqa: ANN401
+    agents: dict[Any, str],
+    rank: object,
+    before: dict[str, list[int]],
+    posts: list[int],
+) -> None:
+    def read(self: Any, **arguments: Any) -> None:  # noqa: ANN401
+        if posts:
+            self._recving_transfers.setdefault(arguments["request_id"], []).extend(posts)
+
+    reads = {req_id: [*handles] for req_id, handles in before.items()}
+    worker = SimpleNamespace(
+        _remote_agents={"P": agents}, _recving_transfers=reads, _receives=mock.Mock()
+    )
+    spec = SimpleNamespace(remote_rank=3)
+    overlay.notes_reads(read)(worker, request_id="asked", read_spec=spec, dst_engine_id="P")
+    noted = worker._receives
+    assert noted.read_posted.call_args_list == [mock.call(handle, rank) for handle in posts]
+    told = bool(before) and not posts
+    assert noted.told.call_args_list == [mock.call("asked", rank)] * told

@@ -21,6 +21,8 @@ from tests.support.lying_params import GOOD, lying_params
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 from tests.support.release import since
 from tests.support.ring_groups import has, kept_in
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import Peers
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 push_scheduler = pytest.importorskip(
@@ -423,6 +425,27 @@ def test_a_prefill_that_cannot_be_pushed_to_goes_on_for_its_own_client(role: obj
     assert bool(checked.get("do_remote_prefill")) is (role is not True)
     ignored = checked.use is pull_scheduler.shared.Use.IGNORE
     assert ignored is (role is not True)
+
+
+@pytest.mark.parametrize(
+    ("params", "counted"),
+    [
+        (GOOD, {}),
+        ([], {"PUSH_PARAMS_REFUSED": 1}),
+        ({**GOOD, "remote_host": "10.8.0.1"}, {"PEER_NOT_ALLOWED": 1}),
+        ({**GOOD, "remote_host": 7}, {"PUSH_PARAMS_REFUSED": 1}),
+    ],
+)
+def test_what_cannot_be_pushed_is_counted_for_its_reason(
+    params: Any,  # noqa: ANN401
+    counted: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(vars(scheduler()), "_allowed_peers", Peers("127.0.0.1"))
+    request = Request(next(_names), list(range(40)), SamplingParams(max_tokens=1), None)
+    request.kv_transfer_params = params
+    scheduler().get_num_new_matched_tokens(request, 0)
+    assert taken() == counted
 
 
 @pytest.mark.parametrize("receives", [True, False])

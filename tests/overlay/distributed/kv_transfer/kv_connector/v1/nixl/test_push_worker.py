@@ -10,6 +10,7 @@ import inspect
 import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -20,6 +21,9 @@ from tests.support.nixl_worker import lives, make_worker, nixl_of, raising, stam
 from tests.support.release import since
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
     forgets_whom_it_loses,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
+    drops_what_it_cannot_use,
 )
 
 push = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker")
@@ -311,6 +315,14 @@ def test_a_registration_that_makes_no_sense_does_not_take_the_others_along(
     prefix, good = push.PUSH_REG_NOTIF_PREFIX, registration([2])
     nixl_of(prefill).inbox = {"D": [prefix + msgspec.msgpack.encode(reg) for reg in (bad, good)]}
     until(lambda: [r for r in nixl_of(prefill).reads if r.notif == b"req:1"])
+
+
+def test_what_is_dropped_is_counted_and_shown_in_short(workers: Callable[..., Any]) -> None:
+    prefill = workers("P")
+    with mock.patch.object(prefill, "_log_failure") as log:
+        drops_what_it_cannot_use(raising(KeyError()))(prefill, b"x" * 10_000)
+    assert 0 < len(log.call_args.kwargs["payload"]) < 200
+    assert prefill.xfer_stats.data["num_failed_notifications"] == [1]
 
 
 def test_a_worker_that_pushes_shuts_down_behind_a_handle_that_cannot_be_released(

@@ -100,9 +100,35 @@ def test_an_answer_to_any_of_the_questions_counts() -> None:
     assert check.verdict(1.1 + 2 * AGAIN) is Verdict.USE
 
 
+def test_that_p_has_heard_of_the_read_decides_whenever_it_was_asked() -> None:
+    check = ReadCheck(0.0)
+    check.ends(5.0)
+    check.hears(0.0, READ)
+    assert check.verdict(5.1) is Verdict.USE
+
+
 def test_the_first_report_of_the_end_counts() -> None:
     check = ReadCheck(0.0)
     check.hears(0.0, held(10.0))
     check.ends(1.0)
     check.ends(20.0)
     assert check.verdict(30.0) is Verdict.USE
+
+
+def test_of_two_events_of_the_same_time_nobody_knows_which_was_first() -> None:
+    check = ReadCheck(5.0)
+    check.ends(5.0)
+    assert check.verdict(5.0) is Verdict.WAIT  # an answer to what is asked now proves nothing
+    check.hears(5.0, held())
+    assert check.verdict(5.0) is Verdict.WAIT
+    assert check.verdict(5.1) is Verdict.ASK
+
+
+def test_a_question_is_asked_again_when_it_is_time_whatever_is_said_to_earlier_ones() -> None:
+    check = ReadCheck(0.0)
+    check.ends(AGAIN / 2)
+    assert check.verdict(AGAIN) is Verdict.ASK
+    check.asks(AGAIN)
+    check.hears(0.0, held())
+    assert check.verdict(AGAIN * 1.5) is Verdict.WAIT
+    assert check.verdict(AGAIN * 2) is Verdict.ASK

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any, Literal
 from unittest import mock
 
@@ -45,7 +47,9 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import receive as
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
     AwaitedReceives,
     FailedReceive,
+    GuardedReceives,
     Receives,
+    ReceivesWithReads,
     ToldReceives,
 )
 from vllm_overlay.logging_utils.bounded_log import LINES, BoundedLog
@@ -364,6 +368,7 @@ def test_receives_that_fail_do_not_fill_the_log(
         await_handshakes(worker)
         assert lives(step, worker)[1] == {f"r-{number}"}
     assert caplog.text.count("as failed to receive") == LINES
+    assert "Reporting request r-0 as failed" in caplog.text
     assert taken() == {"RECEIVE_FAILED": 2 * LINES}
 
 
@@ -397,9 +402,11 @@ REFUSED = RuntimeError("NIXL_ERR_REPOST_ACTIVE")
 
 
 def test_a_handle_that_nixl_keeps_is_logged_and_counted_once(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logging.disable(logging.NOTSET)
+    clock = [0.0]
+    monkeypatch.setattr(overlay, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker = make_worker()
     connect(worker, "P")
     receive(worker)
@@ -413,25 +420,34 @@ def test_a_handle_that_nixl_keeps_is_logged_and_counted_once(
         assert caplog.text.count("failure: transfer_failed") == 1
         assert caplog.text.count("failure: handle_release_failed") == 1
         assert len(caplog.records) == 2
-        with mock.patch.object(time, "monotonic", lambda: float("inf")):
+        clock[0] += overlay.REMINDER_SECONDS
+        for _ in range(2):
             step(worker)
         assert "req-d" in caplog.records[-1].getMessage()
+        assert len(caplog.records) == 3
     assert len(worker.xfer_stats.data["num_failed_transfers"]) == 2  # the read and its handle
     assert len(nixl.called("check_xfer_state")) == 1  # it is not asked again
     assert nixl.heard[agent_name("P", 0)] == []
+    del nixl.on["release_xfer_handle"]
+    clock[0] += overlay.REMINDER_SECONDS
+    assert lives(step, worker)[1] == {"req-d"}
+    assert caplog.text.count("still does not release") == 1
 
 
 def test_a_shutdown_tries_a_handle_that_nixl_keeps_once_more() -> None:
     worker = make_worker()
     connect(worker, "P")
     receive(worker)
+    receive(worker, "in flight")
     nixl = nixl_of(worker)
     nixl.on["release_xfer_handle"] = raising(REFUSED)
-    nixl.fail(*nixl.reads)
+    nixl.fail(nixl.reads[0])
     step(worker)
     del nixl.on["release_xfer_handle"]
-    worker.shutdown()
-    assert [read.released for read in nixl.reads] == [True]
+    for _ in range(2):
+        worker.shutdown()
+    assert [read.released for read in nixl.reads] == [True, True]
+    assert nixl.misuse == []
     assert nixl.called("deregister_memory")
 
 
@@ -582,3 +598,134 @@ def test_a_receive_that_only_tells_p_is_not_remembered() -> None:
     lives(receive, worker, local_blocks=[])
     assert nixl_of(worker).heard == {agent_name("P", 0): [b"req-p:1"]}
     assert not worker._recving_metadata
+
+
+def test_nothing_is_remembered_of_a_read_that_is_done() -> None:
+    """NIXL may give the number of its handle to another."""
+    worker = make_worker()
+    connect(worker)
+    lives(receive, worker)
+    worker._receives.told("req-d", "a rank that has nothing for us")
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert lives(step, worker)[1] == {"req-d"}
+    kept = vars(worker._receives).items()
+    assert {name: value for name, value in kept if isinstance(value, dict) and value} == {}
+
+
+def test_a_read_of_which_nobody_knows_what_it_was_for_fails_alone() -> None:
+    worker = make_worker()
+    connect(worker)
+    lives(receive, worker)
+    worker._receives.read_posted(99, "a rank")
+    worker._receives.fail("unknown", 99)
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert lives(step, worker)[1] == {"req-d"}
+    assert worker.get_block_ids_with_load_errors() == set()
+
+
+# ---------------------------------------------------------------- with some of the fixes only
+
+
+def bare_worker(**more: Any) -> Any:  # noqa: ANN401 - a stand-in
+    """What receives look at in a worker that has two reads of a request with two groups."""
+    remote = SimpleNamespace(engine_id="P", request_id="a-at-p")
+    return SimpleNamespace(
+        _recving_metadata={"a": SimpleNamespace(local_block_ids=[[1, 2], [3]], remote=remote)},
+        _recving_transfers={"a": [7, 8]},
+        _invalid_block_ids=set(),
+        _is_hma_required=False,
+        _log_failure=mock.Mock(),
+        _remote_agents={"P": {0: "P/0", 1: "P/1"}},
+        world_size=1,
+        _pop_done_transfers=lambda reads: set(),
+        nixl_wrapper=mock.Mock(),
+        xfer_stats=mock.Mock(),
+        **more,
+    )
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@pytest.mark.parametrize(("handle", "over"), [(7, set()), (9, {"a"}), (None, {"a"})])
+def test_the_first_fix_reports_what_polling_does_not_find(
+    handle: int | None, over: set[str], hybrid: bool
+) -> None:
+    worker = bare_worker()
+    worker._is_hma_required = hybrid
+    receives = Receives(worker)
+    receives.fail("a", handle)
+    released = worker.nixl_wrapper.release_xfer_handle.call_args_list
+    assert released == [mock.call(handle)] * (handle is not None)
+    assert worker._invalid_block_ids == (set() if hybrid else {1, 2})
+    assert receives.pop_ended() == over
+    receives.fail("a", None)
+    assert receives.pop_ended(lambda reads: {"b"}) == {"a", "b"}
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_up_to_k09_what_is_not_posted_fails_its_request_and_says_why_once(refused: bool) -> None:
+    """A read that NIXL refuses is logged before; here it does not take the handle back either."""
+    worker = bare_worker()
+    worker._recving_transfers.clear()
+    worker.nixl_wrapper.release_xfer_handle.side_effect = REFUSED
+    receives = ReceivesWithReads(worker)
+    worker._handle_failed_transfer = receives.fail
+    error = REFUSED if refused else ValueError("what P says makes no sense")
+    raises = raising(error)
+    worker._read_blocks_for_req = lambda *_: receives.read_refused(9) if refused else raises()
+    receives.start("a", worker._recving_metadata["a"])
+    said = [call.kwargs for call in worker._log_failure.call_args_list]
+    assert [(one["req_id"], one["error"]) for one in said] == [("a", error)]
+    assert receives.pop_ended() == {"a"}
+
+
+def told(receives: ToldReceives, worker: Any) -> list[str]:  # noqa: ANN401 - a stand-in
+    """The ranks of P that are told when the request is reported."""
+    assert receives.pop_failed({"a"}) == {"a"}
+    return [call.args[0] for call in worker.nixl_wrapper.send_notif.call_args_list]
+
+
+def test_up_to_k12_a_receive_that_only_tells_p_is_counted_and_changes_no_other() -> None:
+    worker = bare_worker()
+    receives = ToldReceives(worker)
+    receives.fail("a", None)
+    only_tells = SimpleNamespace(local_block_ids=[], remote=worker._recving_metadata["a"].remote)
+    receives.handshake_failed("a", only_tells, REFUSED)
+    receives.invalidate_unconnected()
+    worker.xfer_stats.record_failed_notification.assert_called_once_with()
+    assert told(receives, worker) == []
+
+
+def test_a_rank_that_has_nothing_for_us_is_not_told_again() -> None:
+    worker = bare_worker()
+    worker._recving_transfers.clear()
+    receives = ToldReceives(worker)
+    worker._handle_failed_transfer = receives.fail
+
+    def read(*_: object) -> None:
+        receives.told("a", 0)
+        receives.read_refused(None)
+
+    worker._read_blocks_for_req = read
+    receives.start("a", worker._recving_metadata["a"])
+    assert told(receives, worker) == ["P/1"]
+
+
+def test_up_to_0_23_0_a_receive_starts_when_the_agents_of_its_peer_are_there() -> None:
+    begun: list[tuple[object, object]] = []
+    worker = bare_worker(_ready_requests=queue.Queue())
+    worker._read_blocks_for_req = lambda *asked: begun.append(asked)
+    p, q = (
+        SimpleNamespace(remote=SimpleNamespace(engine_id=one), local_block_ids=[]) for one in "PQ"
+    )
+    for asked in ("p", p), ("q", q):
+        worker._ready_requests.put(asked)
+    Receives(worker).start_ready()
+    assert begun == [("p", p)]
+    assert list(worker._ready_requests.queue) == [("q", q)]
+
+
+def test_up_to_0_23_0_who_has_ranks_that_do_not_fit_ours_is_not_heard() -> None:
+    fits = raising(ValueError("3 ranks"), lambda ranks: ranks == 3)
+    worker = bare_worker(transfer_topo=SimpleNamespace(tp_ratio=fits))
+    worker.nixl_wrapper.get_new_notifs.return_value = {"D": [b"a:1", b"b:3"]}
+    assert GuardedReceives(worker).notifications() == [[b"a:1"]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -126,6 +127,8 @@ def test_a_good_read_that_ends_after_a_bad_one_is_received() -> None:
 
 
 def test_new_receives_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     worker, nixl, peers = connected()
     ask(worker, "hangs", 1)
     ask(worker, "bad", 2)
@@ -133,8 +136,7 @@ def test_new_receives_do_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> N
     lives(step, worker)
     ask(worker, "new", 3)
     assert len(nixl.reads) == 2
-    now = renewal.time.monotonic() + renewal.PATIENCE
-    monkeypatch.setattr(renewal.time, "monotonic", lambda: now)
+    clock[0] += renewal.PATIENCE
     ask(worker, "newer", 4)
     # As on stock, over the connection that there is, which the read that hangs still needs.
     assert [read.local for read in nixl.reads[2:]] != []
@@ -250,9 +252,10 @@ def test_a_p_that_stays_away_costs_each_request_one_handshake() -> None:
     assert worker.get_block_ids_with_load_errors() == set(range(1, 6))
 
 
-def test_a_p_that_answers_and_cannot_be_read_costs_each_request_one_handshake() -> None:
+@pytest.mark.parametrize("call", ["make_prepped_xfer", "transfer"])
+def test_a_p_that_answers_and_cannot_be_read_costs_each_request_one_handshake(call: str) -> None:
     worker, nixl, peers = connected()
-    nixl.on["transfer"] = raising(BROKEN)
+    nixl.on[call] = raising(BROKEN)
     for number in range(1, 5):
         ask(worker, str(number), number)
         lives(step, worker)
@@ -334,6 +337,29 @@ def test_one_that_only_notifies_does_not_wait() -> None:
     assert [w.split(b":")[0] for w in nixl.heard[agent_name("P", 0)][before:]] == [b"other"]
 
 
+@pytest.mark.parametrize(
+    ("blocks", "engine_id", "waits"),
+    [
+        ([], "P", False),
+        ([[]], "P", False),
+        ([[], [3]], "P", True),
+        ([[3]], "Q", False),
+        ([[3]], None, False),
+    ],
+)
+def test_only_what_is_read_from_a_failed_engine_waits(
+    blocks: list[list[int]], engine_id: str | None, waits: bool
+) -> None:
+    worker, _, _ = connected()
+    ask(worker, "slow", 1)
+    renewal.read_failed(worker, "P")
+    remote = engine_id and SimpleNamespace(engine_id=engine_id)
+    asked = {"asked": SimpleNamespace(local_block_ids=blocks, remote=remote)}
+    metadata = SimpleNamespace(reqs_to_recv=asked)
+    renewal.shakes_hands_anew(lambda *_: None)(worker, metadata)
+    assert metadata.reqs_to_recv == ({} if waits else asked)
+
+
 @pytest.mark.parametrize("drained", [False, True])
 def test_one_that_only_notifies_leaves_the_one_of_its_id_that_waits(drained: bool) -> None:
     worker, nixl, _ = connected()
@@ -346,6 +372,7 @@ def test_one_that_only_notifies_leaves_the_one_of_its_id_that_waits(drained: boo
         nixl.finish(nixl.reads[0])
         lives(step, worker)
     lives(receive, worker, "d", local_blocks=[], remote_request_id="other")
+    assert drained or len(nixl.reads) == 2
     nixl.finish(*nixl.in_flight())
     for _ in range(3):
         await_handshakes(worker)
@@ -358,9 +385,12 @@ def test_one_that_only_notifies_leaves_the_one_of_its_id_that_waits(drained: boo
     assert worker.get_block_ids_with_load_errors() == {2}
 
 
-def test_what_fails_before_nixl_is_asked_does_not_disconnect() -> None:
+@pytest.mark.parametrize(("ours", "theirs"), [([[1]], [[1], [2], [3]]), ([[1, 2, 3]], [[1]])])
+def test_what_fails_before_nixl_is_asked_does_not_disconnect(
+    ours: list[list[int]], theirs: list[list[int]]
+) -> None:
     worker, nixl, peers = connected()
-    lives(receive, worker, "bad", local_blocks=[[1]], remote_blocks=[[1], [2], [3]])
+    lives(receive, worker, "bad", local_blocks=ours, remote_blocks=theirs)
     lives(step, worker)
     nixl.finish(*nixl.in_flight())
     lives(step, worker)
@@ -388,6 +418,29 @@ def test_an_engine_that_vllm_has_evicted_meanwhile_is_let_go() -> None:
     lives(step, worker)
     assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
     assert len(nixl.in_flight()) == 1
+    assert "PEER_MET_ANEW" not in taken()
+
+
+def test_what_failed_before_a_handshake_says_nothing_about_what_came_of_it() -> None:
+    worker = make_worker()
+    renewal.read_failed(worker, "P")
+    connect(worker, "P")
+    ask(worker, "d", 1)
+    assert removed(nixl_of(worker)) == []
+    assert len(nixl_of(worker).in_flight()) == 1
+
+
+def test_an_engine_that_something_is_under_way_with_is_in_use() -> None:
+    def meta(engine_id: str | None) -> Any:  # noqa: ANN401 - a stand-in
+        return SimpleNamespace(remote=engine_id and SimpleNamespace(engine_id=engine_id))
+
+    worker = make_worker()
+    worker._recving_metadata["of nobody"] = meta(None)
+    assert renewal.unused(worker, {"P", "Q"}) == {"P", "Q"}
+    worker._ready_requests.put(("ready", meta("P")))
+    assert renewal.unused(worker, {"P", "Q"}) == {"Q"}
+    worker._recving_transfers["unknown"] = []
+    assert renewal.unused(worker, {"P", "Q"}) == set()
 
 
 def test_handshakes_with_smaller_blocks_share_the_descriptors_of_our_memory() -> None:
@@ -406,6 +459,15 @@ def test_handshakes_with_smaller_blocks_share_the_descriptors_of_our_memory() ->
     ask(worker, "d", 1)
     assert len(nixl.in_flight()) == 1
     assert nixl.misuse == []
+
+
+def test_a_list_of_our_descriptors_is_made_once_for_each_size() -> None:
+    made = {8: 3}
+    worker = SimpleNamespace(
+        src_xfer_handles_by_block_size=made,
+        register_local_xfer_handler=lambda size: (size + 1, "descriptors"),
+    )
+    assert [renewal.list_of_size(worker, size) for size in (8, 16)] == [3, 17]
 
 
 def test_a_worker_that_pushes_is_left_as_it_is() -> None:

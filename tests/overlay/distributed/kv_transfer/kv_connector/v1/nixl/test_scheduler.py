@@ -11,6 +11,7 @@ import itertools
 import logging
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -39,6 +40,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_problem,
     peer_problem,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import Peers
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import Use
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = range(40)
@@ -233,8 +236,32 @@ def test_a_prefill_that_reads_from_a_decode_server(
     assert nixl.heard == {"P/0": [b"at-p:1"]}
 
 
+@pytest.mark.parametrize(
+    ("changes", "problem", "owner"),
+    [
+        (
+            {"remote_block_ids": [[-1, 2, 3]]},
+            "remote_block_ids must hold block numbers from 0 to 2147483647",
+            "is told to free them",
+        ),
+        (
+            {"remote_block_ids": [[1]]},
+            "remote_block_ids has 1 blocks where 40 tokens need 3",
+            "is told to free them",
+        ),
+        (
+            {"remote_port": 0},
+            "remote_port must be from 1 to 65535",
+            "cannot be told and keeps them until its own timeout",
+        ),
+    ],
+)
 def test_the_log_says_once_what_is_wrong(
-    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any],
+    problem: str,
+    owner: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "bad_params", BoundedLog(scheduler.logger))
     logger = logging.getLogger("vllm")
@@ -242,27 +269,23 @@ def test_the_log_says_once_what_is_wrong(
     try:
         engine = IdleEngine()
         connect(engine.worker, "P")
-        engine.ask("bad", PROMPT, [[-1, 2, 3]])
+        engine.ask("bad", PROMPT)
+        engine.scheduler.requests["bad"].kv_transfer_params = {**GOOD, **changes}
         assert engine.run()
     finally:
         logger.removeHandler(caplog.handler)
     records = dict.fromkeys(caplog.records)  # one may come by two ways
     lines = [r.getMessage() for r in records if "cannot use the KV blocks" in r.getMessage()]
     assert lines == [
-        "Request bad cannot use the KV blocks it was given: kv_transfer_params.remote_block_ids "
-        "must hold block numbers from 0 to 2147483647. Its prompt is computed here; "
-        "their owner is told to free them."
+        f"Request bad cannot use the KV blocks it was given: kv_transfer_params.{problem}. "
+        f"Its prompt is computed here; their owner {owner}."
     ]
 
 
 def test_a_stand_in_was_counted_by_the_handler_that_refused_its_request() -> None:
-    side: Any = SimpleNamespace(vllm_config=make_vllm_config(), block_size=16)
-    side.kv_cache_config = make_kv_cache_config()
-
     def look(**marks: bool) -> dict[str, int]:
-        params = {**GOOD, "remote_block_ids": "none"}
-        request: Any = SimpleNamespace(request_id="r", kv_transfer_params=params, **marks)
-        scheduler.check(side, request, 1, find_problem, lambda *_: None)
+        request = asking({"remote_block_ids": "none"}, **marks)
+        scheduler.check(side("full"), request, 1, find_problem, lambda *_: None)
         return taken()
 
     assert look() == look(abort_immediately=False) == {"PARAMS_REFUSED": 1}
@@ -312,3 +335,227 @@ def _named(kind: GroupKind, tokens: int) -> list[int]:
     """What P names of a prompt's blocks: of a state the one that it is in."""
     blocks = [*range(1, -(-tokens // 16) + 1)]
     return blocks[-1:] if kind == "mamba" else blocks
+
+
+# ---------------------------------------------------------------- the check alone
+
+
+def side(*groups: GroupKind, ranks: tuple[int, int] = (1, 1), **more: Any) -> Any:  # noqa: ANN401
+    """What the check looks at in a scheduler, up to 0.23.0 in all of them.
+
+    `ranks` that share a prompt's tokens: of decode and of prefill context parallelism.
+    """
+    config = make_vllm_config(hybrid=len(groups) > 1)
+    config.parallel_config.decode_context_parallel_size = ranks[0]
+    config.parallel_config.prefill_context_parallel_size = ranks[1]
+    looked_at = {
+        "vllm_config": config,
+        "kv_cache_config": make_kv_cache_config(groups),
+        "block_size": 16,
+        "blocks_per_sw": [3 if kind == "sliding" else 0 for kind in groups],
+        "use_host_buffer": False,
+        "_has_mamba": "mamba" in groups,
+        "_is_hma_required": len(groups) > 1,
+    }
+    return SimpleNamespace(**looked_at | more)
+
+
+def asking(changes: dict[str, Any], tokens: int | None = 40, **more: Any) -> Any:  # noqa: ANN401
+    """A request with good parameters, but for `changes`; no `tokens` are a prompt of embeddings."""
+    prompt = None if tokens is None else list(range(tokens))
+    return SimpleNamespace(
+        request_id="r", kv_transfer_params={**GOOD, **changes}, prompt_token_ids=prompt, **more
+    )
+
+
+def upstream(*given: object) -> object:
+    """A method of the scheduler."""
+    return given
+
+
+def blocks(*counts: int) -> list[list[int]]:
+    return [list(range(1, count + 1)) for count in counts]
+
+
+PREFILL = {"do_remote_prefill": False, "do_remote_decode": True}
+BOTH = {"do_remote_prefill": True, "do_remote_decode": True}
+READS_BACK: dict[str, Any] = {"is_bidirectional_kv_xfer_enabled": True}
+
+
+def field_refused(part: Any, request: Any) -> str:  # noqa: ANN401 - stand-ins
+    """Which of a request's parameters a scheduler refuses; none if it is empty."""
+    with mock.patch.object(scheduler, "bad_params") as log:
+        scheduler.skips_ignored(None)(upstream)(part, request)
+    return log.warning.call_args.args[2].field if log.warning.called else ""
+
+
+@pytest.mark.parametrize(
+    ("groups", "ranks", "ids", "tokens", "refused"),
+    [
+        (["full"], (1, 1), blocks(3), 40, False),
+        (["full"], (1, 1), blocks(2), 40, True),
+        (["full"], (1, 1), blocks(0), None, False),  # upstream's to judge
+        (["full"], (2, 1), blocks(2), 40, False),
+        (["full"], (2, 1), blocks(1), 40, True),
+        (["full"], (1, 2), blocks(1), 40, True),
+        (["full"], (2, 2), blocks(1), 40, False),
+        (["full", "wide"], (1, 1), blocks(5, 3), 80, False),
+        (["full", "wide"], (1, 1), blocks(5, 2), 80, True),
+        (["full", "sliding"], (1, 1), blocks(5, 3), 80, False),
+        (["full", "sliding"], (1, 1), blocks(5, 2), 80, True),
+        (["full", "sliding"], (1, 1), blocks(1, 1), 16, False),
+        (["sliding"], (1, 1), blocks(4), 80, True),  # without the manager for hybrids
+        (["full", "mamba"], (1, 1), [[0], [0, 9]], 40, False),
+        (["full", "mamba"], (1, 1), [[1], [0, 0]], 40, True),
+        (["full", "mamba"], (1, 1), [[1], []], 40, False),
+    ],
+)
+def test_too_few_blocks_are_refused(
+    groups: list[GroupKind],
+    ranks: tuple[int, int],
+    ids: list[list[int]],
+    tokens: int | None,
+    refused: bool,
+) -> None:
+    request = asking({"remote_block_ids": ids}, tokens)
+    assert field_refused(side(*groups, ranks=ranks), request) == "remote_block_ids" * refused
+
+
+@pytest.mark.parametrize(
+    ("more", "count", "offered", "refused"),
+    [
+        ({}, 1, 32, False),  # it will not read them
+        (READS_BACK, 1, 32, True),
+        (READS_BACK, 1, 16, False),
+        (READS_BACK, 3, 99, False),
+        (READS_BACK, 0, None, False),
+    ],
+)
+def test_a_prefill_is_refused_what_it_is_offered_and_cannot_read(
+    more: dict[str, Any], count: int, offered: int | None, refused: bool
+) -> None:
+    request = asking(PREFILL | {"remote_block_ids": blocks(count), "remote_num_tokens": offered})
+    assert field_refused(side("full", **more), request) == "remote_block_ids" * refused
+
+
+@pytest.mark.parametrize(
+    ("host_buffer", "changes", "refused"),
+    [
+        (True, BOTH, True),
+        (False, BOTH, False),
+        (True, {}, False),
+        (True, PREFILL, False),
+        (False, {"do_remote_prefill": False, "remote_block_ids": None}, False),
+    ],
+)
+def test_two_roles_are_refused_with_a_host_buffer(
+    host_buffer: bool, changes: dict[str, Any], refused: bool
+) -> None:
+    part = side("full", use_host_buffer=host_buffer, **READS_BACK)
+    assert field_refused(part, asking(changes)) == "do_remote_decode" * refused
+
+
+FREED = {"remote_block_ids": [[]], "remote_num_tokens": 0}
+NO_ADDRESS = {"remote_port": "5600"}
+STRANGER = {"remote_host": "10.8.0.1"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "use", "left"),
+    [
+        ({}, Use.READ, GOOD),
+        ({"remote_block_ids": [[1]]}, Use.NOTIFY, FREED),
+        (NO_ADDRESS, Use.IGNORE, GOOD | NO_ADDRESS),
+        (STRANGER, Use.IGNORE, GOOD | STRANGER),
+        (PREFILL | {"remote_block_ids": [[-1]]}, Use.READ, PREFILL | FREED),
+        (PREFILL | NO_ADDRESS, Use.READ, PREFILL | {"remote_block_ids": None}),
+        (PREFILL | STRANGER, Use.READ, PREFILL | {"remote_block_ids": None}),
+        (BOTH, Use.NOTIFY, FREED),
+        ({"do_remote_decode": "yes"}, Use.NOTIFY, {"do_remote_decode": False} | FREED),
+        ({"do_remote_decode": "yes", "do_remote_prefill": False}, Use.IGNORE, {}),
+    ],
+)
+def test_what_becomes_of_parameters(
+    changes: dict[str, Any], use: Use, left: dict[str, Any]
+) -> None:
+    part = side("full", use_host_buffer=True, _allowed_peers=Peers("127.0.0.1"), **READS_BACK)
+    request = asking(changes)
+    matches = scheduler.matches_only_readable(upstream)  # type: ignore[arg-type]
+    matched: object = matches(part, request, 0)
+    assert matched == ((part, request, 0) if use is Use.READ else (0, False))
+    params = request.kv_transfer_params
+    assert {name: params.get(name) for name in left} == left
+    ended = scheduler.skips_ignored("nothing")(upstream)(part, request)
+    assert ended == ("nothing" if use is Use.IGNORE else (part, request))
+    assert request.kv_transfer_params is params  # it is looked at once
+
+
+@pytest.mark.parametrize(
+    "params", [None, {"do_remote_prefill": True, "remote_block_ids": "no list"}]
+)
+def test_what_is_not_looked_at_is_upstream_s(params: dict[str, Any] | None) -> None:
+    """Nothing, and what some of vLLM's own tests give a scheduler that no constructor made."""
+    request: Any = SimpleNamespace(kv_transfer_params=params)
+    part: Any = SimpleNamespace()
+    assert scheduler.skips_ignored("nothing")(upstream)(part, request) == (part, request)
+    matches = scheduler.matches_only_readable(upstream)  # type: ignore[arg-type]
+    matched: object = matches(part, request, 0)
+    assert matched == (part, request, 0)
+    assert request.kv_transfer_params == params
+
+
+@pytest.mark.parametrize(
+    ("changes", "counted"),
+    [
+        ({}, {}),
+        (STRANGER, {"PEER_NOT_ALLOWED": 1}),
+        (STRANGER | NO_ADDRESS, {"PARAMS_REFUSED": 1}),
+        ({"remote_host": None}, {"PARAMS_REFUSED": 1}),
+    ],
+)
+def test_what_is_refused_is_counted_for_its_reason(
+    changes: dict[str, Any], counted: dict[str, int]
+) -> None:
+    part = side("full", _allowed_peers=Peers("127.0.0.1"))
+    scheduler.check(part, asking(changes), 1, find_problem, lambda *_: None)
+    assert taken() == counted
+
+
+def test_what_is_no_object_is_refused() -> None:
+    request: Any = SimpleNamespace(request_id="r", kv_transfer_params=["do_remote_prefill"])
+    assert scheduler.check(side("full"), request, 1, find_problem, lambda *_: None) == {}
+    assert taken() == {"PARAMS_REFUSED": 1}
+
+
+@pytest.mark.parametrize(
+    ("groups", "ids", "seen"),
+    [
+        (1, [5, 6], [[5, 6]]),
+        *((1, ids, ids) for ids in ([[5]], [], (5, 6), [5, True], "56")),
+        *((groups, [5, 6], [5, 6]) for groups in (0, 2)),
+    ],
+)
+def test_only_a_list_of_numbers_stands_for_a_single_group(
+    groups: int, ids: object, seen: object
+) -> None:
+    found: list[object] = []
+
+    def find(params: dict[str, Any], *, groups: int) -> None:
+        found.append(params["remote_block_ids"])
+
+    request = asking({"remote_block_ids": ids})
+    scheduler.check(side("full"), request, groups, find, lambda *_: None)
+    assert found == [seen]
+
+
+@pytest.mark.parametrize("rank", [1, -1, None, "0", 0.0, [], {}])
+def test_the_listener_answers_whatever_rank_is_asked_for(rank: object) -> None:
+    sent: list[tuple[bytes, ...]] = []
+    socket: Any = SimpleNamespace(send_multipart=sent.append)
+    with mock.patch.object(scheduler, "no_such_rank") as log:
+        scheduler.answer_handshake(socket, b"who", {0: b"said"}, rank)
+    assert log.warning.call_args.args[1] is rank
+    assert taken() == {"NO_SUCH_RANK": 1}
+    scheduler.answer_handshake(socket, b"who", {0: b"said"}, 0)
+    assert sent == [(b"who", b"", b""), (b"who", b"", b"said")]
+    assert taken() == {}

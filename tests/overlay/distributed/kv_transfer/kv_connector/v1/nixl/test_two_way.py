@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.two_way import TWO_WAY, second_turn, two_way
 
-pytest.importorskip(TWO_WAY, reason="from 0.21.0 on")
+overlay = pytest.importorskip(TWO_WAY, reason="from 0.21.0 on")
 
 
 def known(engine: IdleEngine) -> set[str]:
@@ -76,3 +77,36 @@ def test_a_second_turn_whose_peer_is_gone_is_computed() -> None:
     engine = two_way(IdleEngine())
     engine.send("turn-2", PROMPT, second_turn([[5, 6, 7]], KEPT), max_tokens=1)
     assert is_answered(engine, 10.0)
+
+
+MADE = {"block_size": 16, "is_bidirectional_kv_xfer_enabled": True, "use_host_buffer": False}
+
+
+@pytest.mark.parametrize(
+    ("params", "changes", "found", "kept"),
+    [
+        (None, {}, (7, True), False),
+        ({}, {}, (7, True), False),
+        ({"do_remote_prefill": True}, {}, (7, True), False),
+        ({"session": "1"}, {}, (7, True), True),
+        ({"session": "1"}, {"is_bidirectional_kv_xfer_enabled": False}, (7, True), False),
+        ({"do_remote_decode": True}, {}, (7, True), False),
+        ({"do_remote_decode": True, "_remote_blocks_processed": True}, {}, (0, False), False),
+        ({"do_remote_decode": True}, {"use_host_buffer": True}, (0, False), False),
+    ],
+)
+def test_what_upstream_promises_counts_while_it_will_be_read(
+    params: dict[str, Any] | None, changes: dict[str, Any], found: tuple[int, bool], kept: bool
+) -> None:
+    batch: set[str] = set()
+    part = SimpleNamespace(_reqs_in_batch=batch, **{**MADE, **changes})
+    request = SimpleNamespace(request_id="r", kv_transfer_params=params)
+    match = overlay.ends_second_turns(lambda *given: (7, given == (part, request, 3)))
+    assert match(part, request, 3) == found
+    assert batch == ({"r"} if kept else set())
+
+
+def test_a_scheduler_that_no_constructor_made_is_left_alone() -> None:
+    request = SimpleNamespace(request_id="r", kv_transfer_params={"do_remote_decode": True})
+    match = overlay.ends_second_turns(lambda *given: (7, True))
+    assert match(SimpleNamespace(), request, 0) == (7, True)
