@@ -25,6 +25,12 @@ class OpenRequest(BaseModel):
     model_config = ConfigDict(extra="allow")
 
 
+class TransferringRequest(BaseModel):
+    """As those of endpoints that transfer: the field is one of theirs."""
+
+    kv_transfer_params: dict[str, Any] | None = None
+
+
 class BatchChatCompletionRequest(OpenRequest):
     """vLLM's has no such field either, and hands all that comes on to each conversation."""
 
@@ -43,6 +49,7 @@ def tokens(own: object, sampling: object) -> Any:  # noqa: ANN401 - a request
         # Where they are no field, a client's own words of these names.
         (SimpleNamespace(kv_transfer_params=GOOD, sampling_params={"top_p": 1}), GOOD, GOOD),
         (OpenRequest(**{"kv_transfer_params": BAD}), None, None),
+        (TransferringRequest(kv_transfer_params=BAD), BAD, BAD),
         (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=True), None, None),
         (SimpleNamespace(kv_transfer_params=BAD, use_beam_search=False), BAD, BAD),
         (tokens(GOOD, BAD), GOOD, BAD),
@@ -105,6 +112,7 @@ def test_what_nixl_cannot_use(connector: str) -> None:
     assert param == "kv_transfer_params.remote_port"
     assert message.startswith(param)
     assert answer("no object", connector)[1] == "kv_transfer_params"
+    assert answer(UNSENDABLE, connector)[1] == "kv_transfer_params.other"
     assert answer(GOOD, connector) is None
     assert answer(None, connector) is None
 

@@ -83,6 +83,8 @@ def test_a_line_names_the_place_and_the_error(
         raise OSError("gone")
     except OSError:
         log.warning("bad", exc_info=True)
-    (record,) = caplog.records
+        assert "OSError: gone" in caplog.text
+        log.warning("worse")
+    record, without = caplog.records
     assert record.filename == "test_bounded_log.py"
-    assert "OSError: gone" in caplog.text
+    assert not without.exc_info

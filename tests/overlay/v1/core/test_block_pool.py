@@ -61,7 +61,7 @@ def test_a_load_takes_the_first_blocks_that_no_step_uses(seed: int) -> None:
 def test_blocks_suit_everybody_when_the_steps_have_ended() -> None:
     pool = BlockPool(4, enable_caching=False, hash_block_size=16)
     pool.step_begins(3)
-    left(pool, pool.get_new_blocks(3))
+    left(pool, blocks := pool.get_new_blocks(3))
     pool.step_begins(3)
     assert not pool.has_for(16, 1)
     assert pool.has_for(0, 3)  # it computes, after the step
@@ -69,6 +69,8 @@ def test_blocks_suit_everybody_when_the_steps_have_ended() -> None:
     assert pool.has_for(16, 3)
     pool.step_ends()
     pool.step_ends()  # of one that somebody else began
+    pool.notes_freed(blocks)
+    assert pool.has_for(16, 3)
 
 
 def test_what_is_freed_last_is_in_use_the_longest() -> None:

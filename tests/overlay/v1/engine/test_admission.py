@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +17,7 @@ from vllm_overlay.v1.engine.admission import (
     Exchange,
     admit,
     current_exchange,
+    has_given_up,
     open_exchange,
 )
 
@@ -85,6 +88,8 @@ def test_only_what_carries_the_transfer_is_admission(
             assert exchange.admitted == admitted
             assert len(engine.sent) == 1
             assert await ended(exchange) == (not admitted)
+            assert has_given_up(PARAMS) == (not admitted) and not exchange.refused
+        assert current_exchange() is None
 
     asyncio.run(test())
 
@@ -92,9 +97,20 @@ def test_only_what_carries_the_transfer_is_admission(
 def test_outside_an_exchange_nothing_is_recorded() -> None:
     async def test() -> None:
         engine: Any = Engine()
-        assert current_exchange() is None
+        assert current_exchange() is None and not has_given_up(PARAMS)
         await admit(engine, request_with(CARRIED))
         assert len(engine.sent) == 1
+
+    asyncio.run(test())
+
+
+def test_what_is_pooled_transfers_nothing() -> None:
+    async def test() -> None:
+        engine: Any = Engine()
+        pooled: Any = SimpleNamespace(request_id="r", sampling_params=None)
+        with open_exchange() as exchange:
+            await admit(engine, pooled)
+            assert engine.sent == [pooled] and not exchange.admitted
 
     asyncio.run(test())
 
@@ -137,6 +153,7 @@ def test_a_send_that_waits_ends_whoever_is_cancelled(works: bool, cancels: int) 
             end = asyncio.create_task(ended(exchange))
             await settle()
             assert not end.done() and exchange.released is None  # it is not known yet
+            assert not engine.aborted
             go_on.set()
             assert await end == (not works)
             await settle()
@@ -161,6 +178,40 @@ def test_a_send_that_fails_is_no_admission(wait: bool) -> None:
                 await admit(engine, request_with(CARRIED))
             assert not exchange.admitted
             assert await ended(exchange) == 1
+
+    asyncio.run(test())
+
+
+def test_one_that_is_admitted_does_not_wait_for_others_to_end() -> None:
+    async def test() -> None:
+        go_on = asyncio.Event()
+        engine: Any = Engine()
+        with open_exchange() as exchange:
+            await admit(engine, request_with(CARRIED))
+            engine.sending = go_on.wait
+            second = asyncio.create_task(admit(engine, request_with(CARRIED)))
+            await settle()
+            assert await asyncio.wait_for(ended(exchange), 5) == 0
+            go_on.set()
+            await second
+
+    asyncio.run(test())
+
+
+def test_a_send_that_is_cancelled_itself_is_no_admission() -> None:
+    async def test() -> None:
+        async def cancelled() -> None:
+            await asyncio.sleep(0)
+            raise asyncio.CancelledError
+
+        errors: list[object] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
+        engine: Any = Engine(cancelled)
+        with open_exchange() as exchange:
+            with pytest.raises(asyncio.CancelledError):
+                await admit(engine, request_with(CARRIED))
+            assert await ended(exchange) == 1
+        assert errors == []
 
     asyncio.run(test())
 
@@ -203,15 +254,46 @@ def test_an_end_that_is_cancelled_still_rejects() -> None:
     asyncio.run(test())
 
 
-def test_what_others_send_after_the_end_reads() -> None:
+def test_what_is_left_to_do_is_kept_until_it_is_done_and_no_longer() -> None:
+    """The loop holds its tasks weakly."""
+
+    async def test() -> None:
+        kept: list[weakref.ref[Any]] = []
+
+        async def reject() -> None:
+            waits = asyncio.get_running_loop().create_future()
+            kept.extend(map(weakref.ref, (waits, asyncio.current_task())))
+            await waits
+
+        with open_exchange() as exchange:
+            end = asyncio.create_task(exchange.end(PARAMS, reject))
+            await settle()
+            end.cancel()
+            await asyncio.wait([end])
+        del end, exchange
+        gc.collect()
+        waits, task = kept
+        future = waits()
+        assert future is not None
+        future.set_result(None)
+        await settle()
+        gc.collect()
+        assert task() is None
+
+    asyncio.run(test())
+
+
+@pytest.mark.parametrize("what", ["remote_engine_id", "remote_request_id"])
+def test_what_others_send_after_the_end_reads(what: str) -> None:
     """An engine client may have made its one task in the first exchange that there was."""
 
     async def test() -> None:
         engine: Any = Engine()
-        other = {**PARAMS, "remote_request_id": "another"}
+        other = {**PARAMS, what: "another"}
         request = request_with({"kv_transfer_params": other})
         with open_exchange() as exchange:
             assert await ended(exchange) == 1
+            assert not has_given_up(other)
             await admit(engine, request)
             assert request.sampling_params.extra_args == {"kv_transfer_params": other}
             assert engine.sent == [request]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,11 @@ import msgspec
 import pytest
 from vllm.v1.engine import EngineCoreRequest
 from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
 
 from tests.support.serving_app import REMOTE, body, serving
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
+from vllm_overlay.v1.engine import async_llm
 from vllm_overlay.v1.engine.admission import open_exchange
 from vllm_overlay.v1.engine.stand_in import takes_stand_ins
 
@@ -22,9 +24,9 @@ STOCK_TELLS = hasattr(AsyncLLM.notify_kv_transfer_request_rejected, "__wrapped__
 
 
 class Cores:
-    """The client of `count` engine cores; `answers` are what each says to a claim."""
+    """The client of some engine cores; `answers` are what each says to a claim, None nothing."""
 
-    def __init__(self, *answers: bool | Exception) -> None:
+    def __init__(self, *answers: bool | Exception | None) -> None:
         self.core_engines = [bytes([i]) for i in range(len(answers))]
         self.answers = answers
         self.asked: list[tuple[Any, ...]] = []
@@ -37,7 +39,7 @@ class Cores:
         answer = self.answers[engine[0]]
         if isinstance(answer, Exception):
             raise answer
-        return answer
+        return await asyncio.Future() if answer is None else answer
 
     async def add_request_async(self, request: EngineCoreRequest) -> None:
         self.sent.append(request)
@@ -54,7 +56,7 @@ class Engine:
 
     notify_kv_transfer_request_rejected = AsyncLLM.notify_kv_transfer_request_rejected
 
-    def __init__(self, *answers: bool | Exception, kv: object = None) -> None:
+    def __init__(self, *answers: bool | Exception | None, kv: object = None) -> None:
         self.engine_core = Cores(*answers)
         self.vllm_config = SimpleNamespace(
             kv_transfer_config=kv or config(),
@@ -107,7 +109,8 @@ def test_an_engine_client_that_is_none_of_ours_does_what_stock_does() -> None:
     engine = Engine(True)
     del engine.vllm_config
     if STOCK_TELLS:
-        assert [sent.request_id for sent in engine.reject().sent] == ["r"]
+        [sent] = engine.reject(rank=3).sent
+        assert (sent.request_id, sent.data_parallel_rank) == ("r", 3)
 
 
 def test_a_stranger_who_finds_the_method() -> None:
@@ -125,23 +128,76 @@ def test_all_engine_cores_are_asked_first() -> None:
     assert core.asked == [(bytes([i]), "claim_kv_transfer", *claim) for i in range(3)]
 
 
+@pytest.mark.parametrize(
+    ("rank", "local", "taken_by"),
+    [(None, 0, 0), (0, 0, 0), (1, 0, 1), (2, 0, 2), (3, 0, 0), (-1, 0, 0), (1, 2, 1), (2, 2, 0)],
+)
+def test_a_rank_that_does_not_exist_is_none(rank: int | None, local: int, taken_by: int) -> None:
+    engine = Engine(True, True, True)
+    if local:  # the others are another server's
+        parallel = engine.vllm_config.parallel_config
+        parallel.local_engines_only, parallel.data_parallel_size_local = True, local
+    else:
+        engine.vllm_config.parallel_config.data_parallel_size_local = 1
+    [stand_in] = engine.reject(rank=rank).sent
+    assert stand_in.data_parallel_rank == taken_by
+
+
+class WithoutStocks(Engine):
+    """As before 0.21.0, where stock has no such method."""
+
+    notify_kv_transfer_request_rejected: Any = (
+        async_llm.AsyncKVTransferNotifier.notify_kv_transfer_request_rejected
+    )
+
+
+def test_where_stock_has_no_stand_in_ours_is_sent() -> None:
+    engine = WithoutStocks(True, True)
+    asyncio.run(engine.notify_kv_transfer_request_rejected("r", REMOTE))
+    assert engine.engine_core.sent == [], "nobody has given up"
+    core = engine.reject(rank=1)
+    [stand_in] = core.sent
+    assert len(core.asked) == 2
+    assert re.fullmatch("r-rejected-.{32}", stand_in.request_id)
+    assert stand_in.data_parallel_rank == 1
+    assert stand_in.sampling_params is not None
+    assert stand_in.sampling_params.extra_args == {"kv_transfer_params": REMOTE}
+    assert WithoutStocks(True, kv=config("MooncakeConnector")).reject().sent == []
+
+
 @pytest.mark.parametrize("answers", [(False, True), (True, False)])
 def test_one_that_has_a_reader_is_enough_to_tell_nobody(answers: tuple[bool, ...]) -> None:
     assert Engine(*answers).reject().sent == []
     assert taken() == {}
 
 
-def test_an_engine_core_of_another_build() -> None:
+def test_an_engine_core_of_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, asked = [0.0], []
+    monkeypatch.setattr(async_llm, "time", SimpleNamespace(monotonic=lambda: now[0]))
     engine = Engine(True, Exception("Call to claim_kv_transfer method failed: no attribute"))
-    assert engine.reject().sent == []
-    asked = len(engine.engine_core.asked)
-    assert engine.reject().sent == []
-    assert len(engine.engine_core.asked) == asked  # once in a minute is enough
-    core: Any = engine.engine_core
-    assert 55 < core.kv_transfer_ungranted_until - time.monotonic() <= 60
-    core.kv_transfer_ungranted_until = time.monotonic()
-    engine.reject()
-    assert len(engine.engine_core.asked) > asked
+    for now[0] in (0.5, 0.6, 60.4, 60.5):
+        assert engine.reject().sent == []
+        asked.append(len(engine.engine_core.asked))
+    assert asked == [2, 2, 2, 4]  # once in a minute is enough
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (EngineDeadError(), EngineDeadError),
+        (asyncio.TimeoutError(), asyncio.TimeoutError),
+        (None, asyncio.TimeoutError),
+    ],
+)
+def test_engine_cores_that_do_not_answer_are_not_taken_to_agree(
+    answer: Exception | None, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_llm, "ANSWER_TIMEOUT", 0.05)
+    engine = Engine(True, answer)
+    for asked in (2, 4):  # the next time, too
+        with pytest.raises(error):
+            engine.reject()
+        assert (len(engine.engine_core.asked), engine.engine_core.sent) == (asked, [])
 
 
 @pytest.mark.parametrize(

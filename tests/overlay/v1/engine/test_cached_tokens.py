@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import weakref
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +19,7 @@ from vllm.v1.metrics.stats import IterationStats
 
 from tests.support.release import since
 from tests.support.serving_app import REMOTE, body, counted, serving
-from vllm_overlay.v1.engine.cached_tokens import FIELD
+from vllm_overlay.v1.engine.cached_tokens import FIELD, hears_prefills_count
 
 PATH = "/v1/completions"
 PROMPT = "a prompt of forty tokens, more or less .."
@@ -42,6 +43,8 @@ def processed(
     request = asyncio.run(asyncio.wait_for(_sent(params), 60))
     processor, stats = OutputProcessor(None, log_stats=True), IterationStats()
     processor.add_request(request, None)
+    begun = EngineCoreOutput(request.request_id, [4], **counted(own))
+    assert processor.process_outputs([begun], 1.0, stats).request_outputs == []
     output = EngineCoreOutput(
         request.request_id,
         [5],
@@ -192,3 +195,10 @@ def test_a_request_that_transfers_nothing_has_stocks_own_method(
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_so_has_each_of_several_samples() -> None:
+    state, request = SimpleNamespace(parent_req=SimpleNamespace()), SimpleNamespace()
+    request.sampling_params = None
+    hears_prefills_count(lambda *_: state)(None, None, request)
+    assert "make_request_output" not in vars(state)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from vllm.v1.engine.core import EngineCore
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.serving_app import REMOTE
+from vllm_overlay.v1.engine.core import abort_if_asked
 from vllm_overlay.v1.engine.stand_in import make_stand_in, stand_in_id
 
 OFFER = {**REMOTE, "remote_block_ids": [[1]]}
@@ -36,6 +38,16 @@ def test_any_other_is_not_aborted(engine: Any) -> None:  # noqa: ANN401
     request.abort_immediately = False
     engine.add(request)
     assert list(engine.scheduler.requests) == ["a client's"]
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_who_asks_for_it_is_aborted(asks: bool) -> None:
+    """From 0.21.0 on stock does so itself."""
+    aborted: list[str] = []
+    core: Any = SimpleNamespace(abort_requests=aborted.extend)
+    request: Any = SimpleNamespace(request_id="x", abort_immediately=asks)
+    abort_if_asked(core, request)
+    assert aborted == ["x"] * asks
 
 
 def test_the_first_claimant_may_and_goes_on_to(engine: Any) -> None:  # noqa: ANN401

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +16,7 @@ from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
 
 from tests.support.idle_engine import IdleCore, IdleEngine, lie_down, wait_for
 from tests.support.nixl_worker import nixl_of, register_peer, script_handshake
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import RARELY, WantsLooks
 from vllm_overlay.v1.engine import idle as idle_module
 
 LOOPS = [EngineCoreProc, DPEngineCoreProc]
@@ -98,15 +101,109 @@ def test_a_rank_with_nothing_to_do_tells_while_others_have() -> None:
     assert nixl_of(engine.worker).heard == {"P/0": [b"left-at-p:1"]}
 
 
-@pytest.mark.parametrize(("seconds", "looks"), [(-1.0, True), (60.0, False)])
+class Looked(WantsLooks):
+    """A connector that wants one look."""
+
+    def __init__(self, at: float | None) -> None:
+        self.at = at
+
+    def next_look(self) -> float | None:
+        return self.at
+
+    def looks(self) -> None:
+        self.at = None
+
+
+class Waits:
+    """An engine core whose time is `NOW`, and goes on while it waits for a request until a time.
+
+    Attributes:
+        waits: for how many seconds it has waited; a wait without an end is ended by a request.
+        steps: whether the connector was looking in each.
+    """
+
+    has_work = is_scheduler_paused = staticmethod(lambda: False)
+
+    def __init__(self, connector: object, *, has_requests: bool = False) -> None:
+        self.now, self.connector = NOW, connector
+        self.scheduler = SimpleNamespace(
+            get_kv_connector=lambda: connector, has_requests=lambda: has_requests
+        )
+        self.model_executor = SimpleNamespace(is_sleeping=False)
+        self.input_queue = self
+        self.waits: list[float | str] = []
+        self.steps: list[bool] = []
+
+    def get(self, block: bool = True, timeout: float | None = None) -> str:
+        if timeout is None:
+            self.waits.append("blocks" if block else "asks")
+            return "a request"
+        self.waits.append(timeout)
+        self.now += timeout
+        raise queue.Empty
+
+    def _process_engine_step(self) -> bool:
+        self.steps.append(getattr(self.connector, "looking", False))
+        return self.steps[-1]
+
+
+NOW = 100.0
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    def make(*args: object, **named: bool) -> Waits:
+        core = Waits(*args, **named)
+        monkeypatch.setattr(idle_module, "time", SimpleNamespace(monotonic=lambda: core.now))
+        return core
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("at", "has_requests", "looks"),
+    [
+        (NOW - 1, False, True),
+        (NOW, False, True),
+        (NOW + 60, False, False),
+        (None, False, False),
+        (NOW - 1, True, False),
+    ],
+)
 def test_a_rank_takes_its_own_step_until_it_is_time_to_look(
-    seconds: float, looks: bool, monkeypatch: pytest.MonkeyPatch
+    waits: Callable[..., Any], at: float | None, has_requests: bool, looks: bool
 ) -> None:
-    monkeypatch.setattr(idle_module, "_next_look", lambda *_: time.monotonic() + seconds)
-    monkeypatch.setattr(idle_module, "_look", lambda _: True)
-    scheduler = SimpleNamespace(has_requests=lambda: False)
-    core: Any = SimpleNamespace(scheduler=scheduler, _process_engine_step=lambda: False)
+    core = waits(connector := Looked(at), has_requests=has_requests)
     assert idle_module.step_or_look(core) is looks
+    assert core.steps == [looks]
+    assert not connector.looking
+
+
+def test_what_is_awaited_besides_is_looked_for_rarely(waits: Callable[..., Any]) -> None:
+    """Also with a connector that wants no looks."""
+    core, left = waits(SimpleNamespace()), [True, True, False]
+    assert idle_module.next_request(core, True, lambda _: left.pop(0)) == "a request"
+    assert core.waits == [RARELY, RARELY, "blocks"]
+    assert core.steps == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("at", "wait"), [(NOW - 1, 0), (NOW + 0.125, 0.125), (NOW + 1, RARELY), (None, RARELY)]
+)
+def test_the_first_look_that_is_wanted_is_taken(
+    waits: Callable[..., Any], at: float | None, wait: float
+) -> None:
+    core = waits(Looked(at))
+    core.has_work = lambda: True  # then there is no time for another one
+    with pytest.raises(queue.Empty):
+        idle_module.next_request(core, True, lambda _: True)
+    assert core.waits == [wait]
+
+
+def test_who_is_not_to_wait_asks_once(waits: Callable[..., Any]) -> None:
+    core = waits(Looked(NOW))
+    assert idle_module.next_request(core, False) == "a request"
+    assert (core.waits, core.steps) == (["asks"], [])
 
 
 def test_who_asks_whether_the_engine_is_idle_is_told_so() -> None:

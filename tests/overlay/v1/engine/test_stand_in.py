@@ -50,4 +50,4 @@ def test_it_reaches_the_engine_core_with_what_it_gives_up(rank: int | None) -> N
     request = Request.from_engine_core_request(sent, None)
     assert is_stand_in(request)
     assert request.kv_transfer_params == REMOTE
-    assert request.max_tokens == 1
+    assert request.max_tokens == request.num_prompt_tokens == 1

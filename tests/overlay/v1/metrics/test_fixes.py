@@ -10,12 +10,14 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import prometheus_client
 import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.multiprocess import MultiProcessCollector
+from vllm.config import KVTransferConfig
 from vllm.v1.metrics.stats import SchedulerStats
 
 from tests.support.lease_pair import PrefillServer, Server, decode_server, prefill_server
@@ -101,6 +103,30 @@ def test_what_is_not_known_is_passed_over() -> None:
         fixes: FixesProm = logger.kv_transfer_fixes
         fixes.observe(stats, 7)
         assert page.samples(METRIC, *LABELS) == {("0", "K11", "used_twice"): 2}
+
+
+def test_where_nothing_is_transferred_nothing_is_counted() -> None:
+    transferring = serving_config()
+    without, unset = (SimpleNamespace(kv_transfer_config=one) for one in (None, KVTransferConfig()))
+    engines = {0: ["tiny", "0"]}
+    for config, per_engine in ((without, engines), (unset, engines), (transferring, {})):
+        registry = CollectorRegistry()
+        counter = functools.partial(prometheus_client.Counter, registry=registry)
+        fixes = FixesProm(counter, config, ["model_name", "engine"], per_engine)
+        stats = SchedulerStats()
+        stats.kv_transfer_fixes = {"USED_TWICE": 2}
+        fixes.observe(stats, 0)
+        assert [*registry.collect()] == []
+
+
+def test_each_reason_is_there_from_the_start() -> None:
+    registry = CollectorRegistry()
+    counter = functools.partial(prometheus_client.Counter, registry=registry)
+    engines = {0: ["tiny", "0"], 1: ["tiny", "1"]}
+    FixesProm(counter, serving_config(), ["model_name", "engine"], engines)
+    labels = {"model_name": "tiny", "fix": "K11", "reason": "used_twice"}
+    for engine in ("0", "1", ""):
+        assert registry.get_sample_value(METRIC, {**labels, "engine": engine}) == 0
 
 
 class Relabelled(prometheus_client.Counter):

@@ -24,7 +24,7 @@ _Row = tuple[int, int, bool]
 """Tokens computed before, tokens of the step, and whether they are of a prompt."""
 
 
-STEP = step((20, 1, False), (32, 3, False), (39, 1, True), (0, 9, True))
+STEP = step((20, 1, False), (32, 2, False), (39, 1, True), (0, 9, True))
 GUESSED = {"num_accepted_tokens": torch.tensor([3, 1, 1, 1])}
 
 

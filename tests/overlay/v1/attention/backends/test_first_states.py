@@ -107,6 +107,7 @@ def test_a_builder_is_made_and_told_as_on_stock() -> None:
 
 def test_rows_of_a_capture_or_a_dummy_step_are_none() -> None:
     assert zeroed((0, 1), (0, 1), is_prefilling=torch.tensor([False, False])) == []
+    assert zeroed((0, 1), (0, 1), is_prefilling=torch.tensor([True, False])) == [1]
 
 
 def test_a_part_of_a_step_that_does_not_say_who_is_a_prompt_is_as_on_stock() -> None:

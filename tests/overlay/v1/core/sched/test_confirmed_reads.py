@@ -19,6 +19,7 @@ OUTPUT = SimpleNamespace(kv_connector_output=None)
 
 
 def update(scheduler: Any, decided: object, output: object) -> object:  # noqa: ANN401
+    assert decided == "decided"
     return output
 
 
@@ -51,5 +52,6 @@ def test_with_nixl_a_report_is_settled_first(among: bool) -> None:
         assert handed_on(connector) == ("settled", OUTPUT)
 
 
-def test_an_engine_that_has_read_nothing_has_nothing_to_settle() -> None:
-    assert handed_on(decode_server().scheduler.connector) is OUTPUT
+@pytest.mark.parametrize("extra", [{}, {"confirm_reads": False}], ids=str)
+def test_an_engine_that_has_read_nothing_has_nothing_to_settle(extra: dict[str, Any]) -> None:
+    assert handed_on(decode_server(extra_config=extra).scheduler.connector) is OUTPUT

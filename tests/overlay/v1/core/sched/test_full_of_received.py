@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
@@ -18,9 +19,13 @@ from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to 0.30.0")
 
 
-def full(asked: int = 3, *, drafts: int = 3, spare: int = 0) -> DecodeEngine:
+def full(
+    asked: int = 3, *, drafts: int = 3, spare: int = 0, by_priority: bool = False
+) -> DecodeEngine:
     """An engine whose cache is full of loads of two blocks each, `spare` blocks apart."""
     engine = DecodeEngine(num_blocks=2 * asked + 1 + spare)
+    if by_priority:
+        engine.serve_by_priority()
     engine.guess(drafts, eagle=True)  # without, a load has slots for them in 0.23.0 and 0.24.0
     connect(engine.worker, "P")
     for number in range(asked):
@@ -40,19 +45,46 @@ def holders(engine: DecodeEngine) -> list[str]:
     return [req_id for req_id in requests if engine.blocks_of(req_id)]
 
 
-def test_the_last_gives_way_and_waits_as_one_preempted() -> None:
+@pytest.mark.parametrize("preempted", [0, 1])
+def test_the_last_gives_way_and_waits_as_one_preempted(preempted: int) -> None:
     engine = full()
+    scheduler = engine.scheduler
+    *_, last = scheduler.skipped_waiting
+    for request in scheduler.requests.values():
+        request.num_preemptions = preempted  # before it was received
+        request.priority = 0 if request is last else 1  # nobody goes by that here
     arrive(engine)
     for _ in range(3):
         engine.step()
         if len(holders(engine)) < 3:
             break
-    scheduler = engine.scheduler
     [gone] = set(scheduler.requests) - set(holders(engine))
-    assert [request.request_id for request in scheduler.waiting] == [gone]
+    assert [request.request_id for request in scheduler.waiting] == [gone] == [last.request_id]
     assert scheduler.requests[gone].num_computed_tokens == 0
     assert not scheduler.finished_recving_kv_req_ids & {gone}
     assert taken()["RECEIVED_GAVE_WAY"] == 1
+
+
+@pytest.mark.parametrize(
+    ("by_priority", "sessions", "gives_way"),
+    [(False, 1, "req-0"), (True, 1, "req-2"), (False, 3, "req-2")],
+)
+def test_a_clients_session_that_goes_on_gives_way_too(
+    by_priority: bool, sessions: int, gives_way: str
+) -> None:
+    """It has blocks, and waits where new requests do; of equal priorities the oldest is first."""
+    engine = full(by_priority=by_priority)
+    scheduler = engine.scheduler
+    arrive(engine)
+    engine.step()
+    for request in list(scheduler.requests.values())[:sessions]:
+        assert scheduler._try_promote_blocked_waiting_request(request)
+        scheduler.skipped_waiting.remove_requests([request])
+        scheduler.waiting.add_request(request)
+    engine.step()
+    engine.step()
+    assert gives_way not in holders(engine)
+    assert [request.request_id for request in scheduler.waiting].count(gives_way) == 1
 
 
 def test_one_at_a_time() -> None:
@@ -88,7 +120,61 @@ def test_a_pause_is_no_stand() -> None:
     arrive(engine)
     for _ in range(5):
         engine.step()
+    engine.scheduler._pause_state = PauseState.UNPAUSED
+    for held in (3, 2):  # the first step after it may have preempted who ran last
+        engine.step()
+        assert len(holders(engine)) == held
+
+
+@pytest.mark.parametrize(("leaves", "held"), [("req-2", 3), ("without", 2)])
+def test_blocks_that_a_finished_request_keeps_are_awaited(leaves: str, held: int) -> None:
+    """Another connector saves them, say; who has none keeps nobody waiting."""
+    engine = full()
+    arrive(engine)
+    engine.ask("without", range(5000, 5040))
+    for _ in range(2):
+        engine.step()
+    for hook in ("request_finished", "request_finished_all_groups"):
+        setattr(engine.scheduler.connector, hook, lambda *_: (True, None))
+    engine.scheduler.finish_requests(leaves, RequestStatus.FINISHED_ABORTED)
+    for _ in range(2):
+        engine.step()
+    assert len(holders(engine)) == held
+
+
+@pytest.mark.skipif(not since("0.26.0"), reason="the scheduler itself tells the pool of steps")
+def test_blocks_that_a_step_still_uses_are_awaited() -> None:
+    engine = full()
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    for freed in ([pool.blocks[1]], []):
+        pool.step_begins(2)
+        pool.notes_freed(freed)
+    arrive(engine)
+    for _ in range(5):
+        engine.step()
     assert len(holders(engine)) == 3
+
+
+def test_the_null_block_is_nobodys() -> None:
+    """Windows name it for what they no longer look at."""
+
+    def received(count: int, num_blocks: int) -> DecodeEngine:
+        engine = DecodeEngine(groups=("full", "sliding"), num_blocks=num_blocks)
+        engine.guess(3, eagle=True)
+        connect(engine.worker, "P")
+        for number in range(count):
+            start = 1000 * number
+            blocks = [[1, 2, 3, 4, 5]] * 2
+            engine.ask(f"req-{number}", range(start, start + 80), blocks, max_tokens=4)
+        engine.step()
+        return engine
+
+    free = received(1, 64).scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine = received(3, 1 + 3 * (63 - free))
+    arrive(engine)
+    for _ in range(3):
+        engine.step()
+    assert taken()["RECEIVED_GAVE_WAY"] == 1
 
 
 def test_one_alone_keeps_what_it_received() -> None:

@@ -29,11 +29,13 @@ def lose(engine: DecodeEngine, prompt: range) -> list[Step]:
     return [*steps, *(engine.step() for _ in range(5))]
 
 
-def update(engine: DecodeEngine, request: Request, lost: set[int], **options: bool) -> Any:  # noqa: ANN401
+def update(
+    engine: DecodeEngine, request: Request, lost: set[int], *others: Request, **options: bool
+) -> Any:  # noqa: ANN401
     """Call the scheduler's own; from 0.19.0 on it is told how many tokens are computed now."""
     tokens: Any = ({},) if ASKS_FOR_TOKENS else ()
     own = engine.scheduler._update_requests_with_invalid_blocks
-    return own([request], lost, *tokens, **options)
+    return own([request, *others], lost, *tokens, **options)
 
 
 def first_computed(steps: list[Step]) -> dict[str, tuple[int, int]]:
@@ -105,16 +107,25 @@ def test_a_window_is_not_kept_without_what_was_before_it() -> None:
     assert first_computed(steps)["lost"] == (0, 80)
 
 
-def test_a_window_with_all_of_the_prompt_keeps_what_was_before() -> None:
-    """As on stock: another connector says which blocks it has not got, and is not asked again."""
+@pytest.mark.parametrize(("together", "kept"), [(False, 16), (True, 0)])
+def test_a_window_with_all_of_the_prompt_keeps_what_was_before(together: bool, kept: int) -> None:
+    """As on stock: another connector says which blocks it has not got, and is not asked again.
+    Layers that have one specification together may have windows of different sizes."""
     engine = DecodeEngine(groups=("sliding",))
     connect(engine.worker, "P")
-    engine.ask("a", range(32), [[1, 2]])
+    for number, prompt in enumerate((32, 80, 32)):
+        engine.ask(str(number), range(100 * number, 100 * number + prompt), [[1, 2, 3, 4, 5]])
     engine.step()
-    request = engine.scheduler.requests["a"]
-    [block_ids] = engine.scheduler.kv_cache_manager.get_block_ids("a")
-    assert update(engine, request, {block_ids[1]}, evict_blocks=False)[0] == {"a"}
-    assert request.num_computed_tokens == 16
+    [group] = engine.scheduler.kv_cache_config.kv_cache_groups
+    if together:
+        spec = group.kv_cache_spec
+        group.kv_cache_spec = UniformTypeKVCacheSpecs(spec.block_size, {"layer": spec})
+    requests = list(engine.scheduler.requests.values())
+    [block_ids] = engine.scheduler.kv_cache_manager.get_block_ids("0")
+    lost = {block_ids[1], *engine.blocks_of("1")}
+    affected = update(engine, requests[0], lost, *requests[1:], evict_blocks=False)
+    assert affected == ({"0", "1"}, 32 - kept + 80, set())
+    assert [request.num_computed_tokens for request in requests] == [kept, 0, 32]
 
 
 def test_loading_while_running_into_several_groups_stays_unsupported() -> None:
@@ -138,3 +149,48 @@ def test_the_null_block_which_all_requests_share_is_no_loss_to_anybody() -> None
     assert null in engine.scheduler.kv_cache_manager.get_block_ids("a")[1]  # before the window
     assert update(engine, request, {null}, evict_blocks=False) == (set(), 0, set())
     assert request.num_computed_tokens == 80
+
+
+def failed(*, by_priority: bool = False) -> DecodeEngine:
+    """Of the first two of three prompts that are received nothing came; the second may yet come."""
+    engine = DecodeEngine(groups=("full", "sliding"))
+    if by_priority:
+        engine.serve_by_priority()
+    connect(engine.worker, "P")
+    requests = engine.scheduler.requests
+    for number, name in enumerate(("lost", "loses", "holds")):
+        engine.ask(name, range(100 * number, 100 * number + 40), [[1, 2, 3]] * 2)
+        requests[name].priority = number
+    engine.step()
+    for name in ("lost", "loses"):
+        update(engine, requests[name], engine.blocks_of(name), evict_blocks=False)
+    engine.scheduler.finished_recving_kv_req_ids |= {"lost", "holds"}
+    return engine
+
+
+def waiting(engine: DecodeEngine) -> list[list[str]]:
+    """Who waits to be scheduled, and who was skipped, once it has been asked who is next."""
+    scheduler = engine.scheduler
+    assert scheduler._select_waiting_queue_for_scheduling() is scheduler.skipped_waiting
+    queues = scheduler.waiting, scheduler.skipped_waiting
+    return [[request.request_id for request in queue] for queue in queues]
+
+
+@pytest.mark.parametrize("by_priority", [False, True])
+def test_who_starts_again_comes_after_who_holds_what_it_received(by_priority: bool) -> None:
+    engine = failed(by_priority=by_priority)
+    for _ in range(2):
+        assert waiting(engine) == [["lost"], ["loses", "holds"]]
+        assert engine.blocks_of("lost") == set()
+    assert list(engine.step().computed) == ["holds", "lost"]
+    assert "loses" not in engine.step().computed
+    nixl = nixl_of(engine.worker)
+    nixl.finish(*nixl.in_flight())
+    assert first_computed([engine.step() for _ in range(3)])["loses"] == (0, 40)
+
+
+@pytest.mark.parametrize("since", ["num_preemptions", "num_computed_tokens"])
+def test_who_has_run_since_keeps_its_turn(since: str) -> None:
+    engine = failed(by_priority=True)
+    setattr(engine.scheduler.requests["lost"], since, 1)
+    assert waiting(engine) == [[], ["lost", "loses", "holds"]]

@@ -23,12 +23,14 @@ LOST = 47
 class NixlPullConnector:
     """Reads from P."""
 
-    def __init__(self, mode: str = "pull") -> None:
-        self.connector_scheduler = SimpleNamespace(_TRANSFER_MODE=mode)
+    def __init__(self, mode: str | None = "pull") -> None:
+        self.connector_scheduler = mode and SimpleNamespace(_TRANSFER_MODE=mode)
 
 
 class OtherConnector:
     """Loads whatever it likes."""
+
+    connector_scheduler = object()
 
 
 class Several:
@@ -45,9 +47,11 @@ def given(
     hits: int = 0,
     loaded: int | None = None,
     waits: bool = True,
-    window: int = 32,
+    windows: tuple[int, ...] = (32,),
+    block_size: int = 16,
     connector: object = None,
     groups: tuple[Any, ...] = (),
+    named: list[list[int]] | None = None,
 ) -> tuple[int, int]:
     """Return how many new and how many loaded tokens the KV-cache manager is asked for."""
     asked: list[tuple[int, int]] = []
@@ -58,20 +62,24 @@ def given(
         assert how["num_lookahead_tokens"] == 3
         asked.append((new, how["num_external_computed_tokens"]))
 
-    full = SimpleNamespace(block_size=16, get_num_skipped_tokens=lambda _: 0)
-    sliding = SimpleNamespace(
-        block_size=16,
-        get_num_skipped_tokens=lambda tokens: max(0, tokens - window + 1),
-    )
+    full = SimpleNamespace(block_size=block_size, get_num_skipped_tokens=lambda _: 0)
+    sliding = [
+        SimpleNamespace(
+            block_size=16,
+            get_num_skipped_tokens=lambda tokens, window=window: max(0, tokens - window + 1),
+        )
+        for window in windows
+    ]
     scheduler: Any = SimpleNamespace(
         connector=connector or NixlPullConnector(),
         kv_cache_manager=SimpleNamespace(
             allocate_slots=manager,
-            coordinator=SimpleNamespace(single_type_managers=(full, sliding)),
+            coordinator=SimpleNamespace(single_type_managers=(full, *sliding)),
         ),
         kv_cache_config=SimpleNamespace(kv_cache_groups=groups),
     )
-    request: Any = SimpleNamespace(request_id="asked", num_tokens=prompt, kv_transfer_params=None)
+    params = named and {"remote_block_ids": named}
+    request: Any = SimpleNamespace(request_id="asked", num_tokens=prompt, kv_transfer_params=params)
     allocate_slots(
         scheduler,
         request,
@@ -90,6 +98,11 @@ def test_a_load_that_would_lose_a_token_is_one_of_all_but_the_last(hits: int) ->
     assert given(hits=hits) == (1, LOST - hits - 1)
 
 
+def test_nothing_but_the_last_token_is_no_load_of_all_but_that() -> None:
+    assert given(hits=LOST - 1) == (0, 1)
+    assert given(hits=LOST - 2) == (1, 1)
+
+
 @pytest.mark.parametrize("length", [n for n in range(2, 100) if n % 16 != 15 or n < 33])
 def test_one_that_loses_none_is_as_on_stock(length: int) -> None:
     assert given(length) == (0, length)
@@ -105,7 +118,8 @@ def test_so_is_one_in_the_step_that_computes() -> None:
 
 def test_so_is_a_last_token_that_begins_a_block() -> None:
     """It would be a block that is computed: a step zeroes those, where it zeroes at all."""
-    assert given(49, window=34) == (0, 49)
+    assert given(49, windows=(34,)) == (0, 49)
+    assert given(41, windows=(26,), block_size=8) == (0, 41)
 
 
 def test_so_is_one_beside_states() -> None:
@@ -120,9 +134,10 @@ def test_so_is_one_beside_states() -> None:
         (Several(NixlPullConnector(), OtherConnector()), False),
         (OtherConnector(), False),
         (NixlPullConnector("push"), False),
+        (NixlPullConnector(None), False),
         (Mock(), False),
     ],
-    ids=["NIXL among several", "another among several", "another", "NIXL that pushes", "anything"],
+    ids=["NIXL among several", "another among several", "another", "push", "a worker's", "any"],
 )
 def test_only_what_nixl_reads(connector: object, taken: bool) -> None:
     assert given(connector=connector) == ((1, LOST - 1) if taken else (0, LOST))
@@ -148,6 +163,21 @@ def test_a_block_that_p_does_not_name_is_not_taken(
     _, ours = engine.scheduler.kv_cache_manager.get_block_ids("asked")
     assert (ours[first] == 0) is given_up
     assert (0, first) not in test_k22.arrivals(engine)
+
+
+@pytest.mark.parametrize(
+    ("block_size", "windows", "named"),
+    [
+        (32, (32,), [[1, 2, 3], [1, 2, 3, 4, 5]]),  # P went on, by fewer of its larger blocks
+        (16, (32, 31), [[1, 2, 3], [1, 2, 3], [0, 2, 3]]),  # the shorter window begins with a block
+    ],
+)
+def test_what_p_need_not_name_of_other_groups(
+    block_size: int, windows: tuple[int, ...], named: list[list[int]]
+) -> None:
+    groups = (SimpleNamespace(kv_cache_spec=None),) * len(named)
+    taken = given(block_size=block_size, windows=windows, groups=groups, named=named)
+    assert taken == (1, LOST - 1)
 
 
 @pytest.mark.parametrize("length", test_k22.LENGTHS)

@@ -91,6 +91,19 @@ def test_a_load_gets_what_was_in_use_once_the_steps_have_ended(turns: int) -> No
     assert pool.has_for(16, every)
 
 
+def test_what_is_freed_is_in_use_while_as_many_steps_run_as_may() -> None:
+    """That is as many as there are pipeline stages, here two, or one more."""
+    engine = made("kv_producer", READS, num_blocks=8)
+    pool = engine.scheduler.kv_cache_manager.block_pool
+    every = pool.get_num_free_blocks()
+    engine.ask("left", range(40), max_tokens=20)
+    engine.advance()
+    engine.abort("left")
+    for _ in range(3):
+        assert not pool.has_for(16, every)
+        engine.scheduler.schedule()
+
+
 @pytest.mark.parametrize("extra", [{}, READS])
 def test_a_shortage_preempts_one(extra: dict[str, Any]) -> None:
     engine = made("kv_producer", extra, num_blocks=7)

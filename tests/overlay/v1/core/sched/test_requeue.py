@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
@@ -31,11 +32,15 @@ def test_it_waits_in_front_without_blocks(arrived: bool) -> None:
     scheduler = engine.scheduler
     request = scheduler.requests["first"]
     scheduler.finished_recving_kv_req_ids.add("first")
+    assert not arrived or scheduler._try_promote_blocked_waiting_request(request)
     scheduler.skipped_waiting.remove_requests([request])
+    getattr(scheduler, "_inflight_prefills", set()).add(request)  # from 0.23.0 on
     requeue.wait_as_preempted(scheduler, request)
     assert [waits.request_id for waits in scheduler.waiting] == ["first", "second"]
     assert engine.blocks_of("first") == set()
     assert request.num_computed_tokens == 0
+    assert request.status == RequestStatus.WAITING
+    assert request not in getattr(scheduler, "_inflight_prefills", ())
 
 
 def test_it_is_computed_and_not_received_again() -> None:

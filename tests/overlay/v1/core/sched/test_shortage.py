@@ -170,6 +170,15 @@ def test_who_pauses_goes_on_without_guesses_that_the_worker_forgets(
     assert here.spec_token_ids == places == [-1, -1]
 
 
+def test_where_nobody_pauses_all_keep_their_guesses() -> None:
+    """Who is preempted is none that runs."""
+    here, preempted = (SimpleNamespace(**vars(one), spec_token_ids=[-1]) for one in (MID, OLD))
+    config = SimpleNamespace(async_scheduling=True)
+    asked = scheduler([here, preempted], num_spec_tokens=1, scheduler_config=config)
+    assert not shortage.waits_for_running_step(asked, set())
+    assert here.spec_token_ids == [-1]
+
+
 def test_places_for_guesses_are_of_who_was_in_the_step_before() -> None:
     engine = OverlappedEngine(num_blocks=7)
     engine.guess(2)

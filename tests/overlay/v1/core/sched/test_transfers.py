@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import itertools
 import logging
+from typing import Any
 
 import pytest
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 from vllm_overlay.v1.core.sched import transfers
 
@@ -113,6 +116,7 @@ def test_what_nobody_awaits_is_logged(
         "The KV connector is done sending for request gone, which the scheduler does not await"
         " (it is gone).",
     ]
+    assert taken() == {"UNAWAITED_END": 2}
 
 
 def test_a_request_that_waits_is_scheduled_when_it_is_received(engine: DecodeEngine) -> None:
@@ -122,3 +126,73 @@ def test_a_request_that_waits_is_scheduled_when_it_is_received(engine: DecodeEng
     assert engine.step().computed == {}
     report(engine, finished_recving="waits")
     assert engine.step().computed == {"waits": (39, 40)}
+
+
+class Left:
+    """A request that has finished."""
+
+    request_id = "left"
+    status = RequestStatus.FINISHED_ABORTED
+
+    def is_finished(self) -> bool:
+        return True
+
+
+class Looks(transfers.AwaitsTransfers):
+    """A scheduler with one such request, which is received and sent."""
+
+    _connector_finished = transfers.looks_who_loads(lambda self, request: (True, request))
+
+    def __init__(self, connector: object) -> None:
+        request: Any = Left()
+        self.requests, self.connector = {"left": request}, connector
+        assert self._connector_finished(request) == (True, request)
+        self._keeps_blocks(request, receiving=True, sending=True)
+
+    def awaits_both(self) -> bool:
+        sent = KVConnectorOutput(finished_sending={"left"})
+        return not self._ends_transfers(sent).finished_sending
+
+
+V1 = "vllm.distributed.kv_transfer.kv_connector.v1."
+
+
+def of(*modules: str) -> Any:  # noqa: ANN401 - a connector of any kind
+    """A connector whose class, and the classes below it, are of these modules."""
+    kind: type = object
+    for module in reversed(modules):
+        kind = type("Connector", (kind,), {"__module__": module})
+    return kind()
+
+
+def several(*connectors: object, loads: int | None = None) -> MultiConnector:
+    """A `MultiConnector`; which of its connectors loads the request, if one does."""
+    made = object.__new__(MultiConnector)
+    vars(made).update(_connectors=list(connectors), _requests_to_connector={})
+    if loads is not None:
+        made._requests_to_connector["left"] = loads
+    return made
+
+
+OURS, THEIRS = of(V1 + "nixl.connector", V1 + "base"), of("in.house", V1 + "base")
+
+
+@pytest.mark.parametrize(
+    ("connector", "both"),
+    [
+        (None, True),
+        (OURS, True),
+        (of("in.house", V1 + "nixl.connector", V1 + "base"), True),
+        (THEIRS, False),
+        (of(V1 + "lmcache_connector", V1 + "base"), False),
+        (of(V1 + "flexkv_connector", V1 + "base"), False),
+        (of("in.house"), False),
+        (several(OURS, OURS), True),
+        (several(OURS, THEIRS), False),
+        (several(THEIRS, OURS, loads=1), True),
+        (several(OURS, THEIRS, loads=1), False),
+        (several(several(OURS, THEIRS), OURS), False),
+    ],
+)
+def test_both_ends_are_awaited_where_who_loads_reports_both(connector: object, both: bool) -> None:
+    assert Looks(connector).awaits_both() is both
