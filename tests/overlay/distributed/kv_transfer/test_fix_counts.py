@@ -46,11 +46,12 @@ def test_no_thread_loses_a_count() -> None:
 
 
 def test_a_sink_gets_what_was_counted_before_and_all_after() -> None:
-    count(Acted.USED_TWICE)
+    add({"USED_TWICE": 1, "LEASE_ENDED": 2})
     sink = Sink()
     send_to(sink.count)
     count(Acted.READ_REFUSED)
-    assert sink.got == [(Acted.USED_TWICE, 1), (Acted.READ_REFUSED, 1)]
+    before = [(Acted.USED_TWICE, 1), (Acted.LEASE_ENDED, 2)]
+    assert sink.got == [*before, (Acted.READ_REFUSED, 1)]
     assert taken() == {}
 
 

@@ -81,11 +81,14 @@ def test_a_child_that_wants_looks_gets_them(connector: MultiConnector) -> None:
     assert connector.next_look() is None
     connector.looks()
     assert connector.next_look() is None
-    second = connector._connectors[1]
+    first, second = connector._connectors
     assert isinstance(second, connector_module.NixlConnector)
     report(second, 2)
     first_look = connector.next_look()
     assert first_look is not None
+    report(first, 1)
+    assert connector.next_look() == first_look, "the sooner of two"
+    report(first, 0)
     second.update_connector_output(KVConnectorOutput())  # no news
     assert connector.next_look() == first_look
     connector.looks()

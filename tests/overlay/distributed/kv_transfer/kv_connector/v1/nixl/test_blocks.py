@@ -237,7 +237,9 @@ class TestPairSmallerBlocks:
         with pytest.raises(ValueError, match="2 local blocks"):
             blocks.pair_smaller_blocks(make_worker(), "r", [[1, 2]], [[1, 2]], 2)
 
-    @pytest.mark.parametrize(("hit", "remote"), [(0, [1, 2]), (1, [1, 2, 3])])
+    @pytest.mark.parametrize(
+        ("hit", "remote"), [(0, [1, 2]), (1, [1, 2, 3]), (0, [1, 2, 3, 4, 5, 6])]
+    )
     def test_slots_reserved_for_guesses_are_no_part_of_the_prompt(
         self, hit: int, remote: list[int]
     ) -> None:
@@ -250,13 +252,19 @@ class TestPairSmallerBlocks:
         assert theirs == [remote[2 * hit :][:4]]
         assert ours == [[8, 9, 10, 11][: len(theirs[0])]]
 
-    def test_more_than_the_prompt_and_its_guesses(self) -> None:
-        worker = make_worker()
-        worker.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=3)
-        meta: Any = SimpleNamespace(local_num_computed_blocks=(0,))
+    def test_without_the_scheduler_s_word_the_lengths_say_what_was_cached(self) -> None:
+        paired = blocks.pair_smaller_blocks(make_worker(), "r", [[4, 5]], [list(range(7))], 2)
+        assert paired == ([[8, 9, 10]], [[4, 5, 6]])
+
+    @pytest.mark.parametrize(("hit", "asked"), [(0, 6), (1, 2)])
+    def test_more_than_the_prompt_and_its_guesses(self, hit: int, asked: int) -> None:
+        """These take one more logical block of ours, of two kernel blocks."""
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        worker.vllm_config.speculative_config = SimpleNamespace(num_speculative_tokens=7)
+        meta: Any = SimpleNamespace(local_num_computed_blocks=(hit,))
         worker._recving_metadata["r"] = meta
-        with pytest.raises(ValueError, match="3 local blocks"):
-            blocks.pair_smaller_blocks(worker, "r", [[4, 5, 6]], [[1, 2]], 2)
+        with pytest.raises(ValueError, match=f"{asked} local blocks"):
+            blocks.pair_smaller_blocks(worker, "r", [list(range(asked))], [[1, 2, 3, 4]], 2)
 
     @pytest.mark.parametrize(("hit", "asked"), [(0, 2), (1, 1), (2, 1)])
     @pytest.mark.parametrize("guesses", [None, 0])
@@ -326,6 +334,12 @@ class TestHandshake:
             worker.add_remote_agent(
                 peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=ratio)
             )
+
+    def test_larger_kernel_blocks_within_blocks_of_one_size(self) -> None:
+        worker = make_worker(block_size=8, kernel_block_size=4)
+        peer = peer_metadata(worker, "P", block_size=8, physical_blocks_per_logical_kv_block=1)
+        with pytest.raises(RuntimeError, match=r"has 1 kernel blocks in a logical block \(8 tok"):
+            blocks.refuse_other_block_size(worker, peer)
 
     def test_engine_whose_ranks_have_two_ratios(self) -> None:
         worker = make_worker(

@@ -124,6 +124,7 @@ def test_who_comes_second_is_offered_nothing() -> None:
     third = request("c", dict(OFFER))
     claim_offered(door, third)
     assert third.kv_transfer_params is None
+    assert taken() == {"USED_TWICE": 2}
 
 
 @pytest.mark.parametrize("open_session", [True, False])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import time
 from collections.abc import Iterator
@@ -22,19 +23,29 @@ from tests.support.lease_pair import (
 )
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.two_way import TWO_WAY, two_way
+from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import (
     confirmed_reads as module,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import lease_book, read_check
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.confirmed_reads import (
     FIELD,
+    ConfirmedReads,
+    announces_lease,
+    asks_about_lease,
     confirmed_reads,
+    lease_ended,
 )
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import WakesIdleEngine
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
+    WakesIdleEngine,
+    WorkerReport,
+)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import Question
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = list(range(40))
+OFFER = {"remote_host": "127.0.0.1", "remote_port": 1, "remote_engine_id": "P"}
 
 
 @pytest.fixture
@@ -88,6 +99,7 @@ def test_a_read_in_time_is_used_and_asked_for_once(p: PrefillServer, asked: list
     begin(d, p.prefill("at-p", PROMPT))
     assert used(end(d))
     assert len(asked) == 1
+    assert "READ_REFUSED" not in taken()
 
 
 def test_a_late_read_is_used_if_the_blocks_are_held(
@@ -99,6 +111,20 @@ def test_a_late_read_is_used_if_the_blocks_are_held(
     assert used(end(d))
     assert len(asked) == 2
     assert asked[1].agents == {"D/0"}
+
+
+def test_while_a_question_is_not_answered_no_other_goes(
+    p: PrefillServer, asked: list[Question]
+) -> None:
+    offer, d = p.prefill("at-p", PROMPT), decode_server()
+    p.leave_unanswered()
+    begin(d, offer)
+    [read] = confirmed_reads(d.part)._reads.values()  # type: ignore[union-attr]
+    read.check.hears(asked[0].asked, Answer(Standing.HELD, 0.0))
+    steps = end(d, 0.1)
+    assert len(asked) == 2
+    p.answer_again()
+    assert used(steps + end(d))
 
 
 def test_a_late_read_is_used_if_p_has_heard_of_it_and_of_nobody_else(
@@ -136,19 +162,33 @@ def test_what_another_reader_has_freed_stays_while_it_is_promised(
 
 
 def test_of_an_engine_that_has_not_said_who_it_is_blocks_are_free_when_it_has(
-    p: PrefillServer,
+    p: PrefillServer, asked: list[Question]
 ) -> None:
-    """D's workers say who they are in its first step; its first question comes before."""
+    """D's workers say who they are in its first step; its first questions come before."""
+    d = Server("D/0")
+    connect(d.worker, "P")
+    d.send("s", [7, *PROMPT], p.prefill("other", [7, *PROMPT]))
+    begin(d, p.prefill("at-p", PROMPT))
+    steps = end(d)
+    assert used(steps) and used(steps, "s")
+    assert len(asked) == 2
+    p.hears_of(d)
+    over = time.monotonic() + 5
+    while p.scheduler.requests and time.monotonic() < over:
+        time.sleep(0.001)
+        p.step()
+    assert not p.scheduler.requests
+
+
+def test_the_answer_to_such_a_first_question_is_one(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(lease_book, "PROMISE", 0.0)
+    monkeypatch.setattr(read_check, "AGAIN", 100.0)
     d = Server("D/0")
     connect(d.worker, "P")
     begin(d, p.prefill("at-p", PROMPT))
     assert used(end(d))
-    p.hears_of(d)
-    over = time.monotonic() + 5
-    while "at-p" in p.scheduler.requests and time.monotonic() < over:
-        time.sleep(0.001)
-        p.step()
-    assert "at-p" not in p.scheduler.requests
 
 
 def test_blocks_are_free_as_soon_as_their_reader_is_heard(p: PrefillServer) -> None:
@@ -177,12 +217,19 @@ def test_a_silent_p_has_not_confirmed(
     p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(read_check, "PATIENCE", 0.1)
-    offer = p.prefill("at-p", PROMPT)
+    offer, other = p.prefill("at-p", PROMPT), p.prefill("other", [7, *PROMPT])
     p.leave()
     d = decode_server()
+    d.send("s", [7, *PROMPT], other)
     begin(d, offer)
-    assert not used(end(d))
-    assert "does not use the KV that it has read" in caplog.text
+    steps = end(d)
+    assert not used(steps) and not used(steps, "s")
+    where = f"127.0.0.1:{offer['remote_port']}"
+    assert (
+        f"Request r does not use the KV that it has read: the prefill server at {where} does not "
+        in caplog.text
+    )
+    assert taken() == {"READ_REFUSED": 2}
 
 
 def test_a_read_that_has_failed_waits_for_no_answer(p: PrefillServer) -> None:
@@ -252,7 +299,7 @@ def test_without_reports_of_workers_all_is_as_on_stock(
     begin(d, offer)
     assert used(end(d))
     assert asked == []
-    assert "not all workers of this one report" in caplog.text
+    assert "are unconfirmed: not all workers of this one report" in caplog.text
     reads = confirmed_reads(d.part)
     assert reads is not None
     assert not reads._reads
@@ -283,7 +330,8 @@ def test_a_scheduler_that_settles_nothing_fills_no_table(
         d.send(f"r{i}", [i, *PROMPT], offer)
         d.step()
     assert used(end(d), "r3")
-    assert len(reads._reads) == len(reads._readers) == len(reads._unsigned) == 2
+    assert list(reads._reads) == ["r2", "r3"], "the last"
+    assert len(reads._readers) == len(reads._unsigned) == 2
 
 
 def test_with_a_worker_that_is_never_heard_all_is_as_on_stock(
@@ -309,6 +357,15 @@ def test_a_token_that_is_none_is_as_if_there_were_none(
     begin(d, p.prefill("at-p", PROMPT) | {FIELD: token})
     assert used(end(d))
     assert asked == []
+
+
+def test_of_a_token_that_p_does_not_know_nothing_is_used(p: PrefillServer) -> None:
+    d = decode_server()
+    begin(d, p.prefill("at-p", PROMPT) | {FIELD: "x" * 64})
+    [read] = confirmed_reads(d.part)._reads.values()  # type: ignore[union-attr]
+    while not read.check._gone:  # P says so before the read is over
+        d.step()
+    assert not used(end(d))
 
 
 def test_what_was_promised_is_given_away_once(
@@ -349,6 +406,121 @@ def test_a_connector_may_name_what_was_sent_in_a_list(p: PrefillServer) -> None:
     report = reads.settle(p.scheduler, sent).kv_connector_output
     assert report is not None
     assert report.finished_sending == {"at-p"}
+    assert sent.kv_connector_output.finished_sending == ["at-p"], "it may be shared by all steps"
+
+
+def told(reads: ConfirmedReads, scheduler: Any = None, **report: Any) -> Any:  # noqa: ANN401
+    """What a scheduler gets of such a report of its workers, or of a step without one."""
+    said = KVConnectorOutput(**report) if report else None
+    output: Any = SimpleNamespace(kv_connector_output=said)
+    return reads.settle(scheduler, output).kv_connector_output
+
+
+def asking(req_id: str) -> Any:  # noqa: ANN401 - a request
+    return SimpleNamespace(request_id=req_id, is_finished=lambda: False)
+
+
+def test_workers_are_heard_alone_and_among_those_of_other_connectors() -> None:
+    said = WorkerReport(0, frozenset({"P/0"}), ended=frozenset({"r"}))
+    among = SimpleNamespace(metadata=(None, object(), said))
+    for meta, heard in ((object(), False), (said, True), (among, True)):
+        reads = ConfirmedReads(1)
+        token = reads.book.hold("r", float("inf"))
+        told(reads, kv_connector_worker_meta=meta)
+        assert reads.all_report is heard
+        standing = reads.book.answer(token, "d", frozenset()).standing
+        assert standing is (Standing.GONE if heard else Standing.HELD)
+
+
+def test_a_question_goes_once_the_workers_are_known(
+    p: PrefillServer, asked: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "MAX_UNSIGNED", 1)
+    reads, offer = ConfirmedReads(1), p.prefill("at-p", PROMPT)
+    for _ in range(2):
+        reads.begin(asking("r"), offer, frozenset({1}))
+    told(reads)
+    assert asked == []
+    assert list(reads._reads) == ["r"], "the last of its id"
+    told(reads, kv_connector_worker_meta=WorkerReport(0, frozenset({"D/0"})))
+    assert [question.agents for question in asked] == [{"D/0"}]
+    reads.begin(asking("r"), offer, frozenset({1}))
+    assert len(asked) == 2
+    assert len(reads._readers) == 1
+
+
+@pytest.mark.parametrize(
+    ("field", "failed"), [("invalid_block_ids", [{1}, {9}]), ("failed_recving", [{"a"}, {"z"}])]
+)
+def test_who_has_failed_or_left_waits_for_no_answer_and_nobody_else(
+    p: PrefillServer, field: str, failed: list[Any]
+) -> None:
+    if not hasattr(KVConnectorOutput(), field):
+        pytest.skip("from 0.30.0 on")
+    reads, offer = ConfirmedReads(1), p.prefill("at-p", PROMPT)
+    reads.agents.add("D/0")
+    p.leave_unanswered()
+    for block, req_id in enumerate("abc", 1):
+        reads.begin(asking(req_id), offer, frozenset({block}))
+    for each in failed:
+        told(reads, **{field: each})
+    here = SimpleNamespace(requests={req_id: asking(req_id) for req_id in "ab"})
+    assert told(reads, here, finished_recving=set("abc")).finished_recving == {"a", "c"}
+
+
+def test_peers_are_named_once_each_and_not_without_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "unconfirmed", BoundedLog(module.logger))
+    reads = ConfirmedReads(1)
+    for engine in "ABBA":
+        reads.begin(asking("r"), {"remote_engine_id": engine}, frozenset({1}))
+    monkeypatch.setattr(module, "MAX_NAMED", 2)
+    reads.begin(asking("r"), {"remote_engine_id": "C"}, frozenset({1}))
+    assert [line.split()[3] for line in caplog.messages] == ["A", "B"]
+    assert taken() == {"PEER_UNCONFIRMED": 2}
+
+
+@pytest.mark.parametrize(("held", "answer"), [(False, {"a": 1}), (True, None)])
+def test_what_is_not_held_for_a_reader_gets_no_token(held: bool, answer: Any) -> None:  # noqa: ANN401
+    part = decode_server().part
+    part._reqs_need_send["r"] = float("inf")
+    finish = announces_lease(lambda *_: (held, copy.copy(answer)))
+    assert finish(part, asking("r")) == (held, answer)
+
+
+@pytest.mark.parametrize(
+    ("params", "tokens", "blocks"),
+    [({FIELD: "x"}, 0, [[1]]), (None, 9, [[1]]), ({FIELD: "x"}, 9, None), ({FIELD: "x"}, 9, [[]])],
+)
+def test_nothing_is_asked_of_what_is_not_read(
+    asked: list[Question],
+    params: Any,  # noqa: ANN401
+    tokens: int,
+    blocks: Any,  # noqa: ANN401
+) -> None:
+    part, request = decode_server().part, asking("r")
+    request.kv_transfer_params = params and OFFER | params
+    if blocks is not None:
+        part._reqs_need_recv["r"] = request, blocks
+    asks_about_lease(lambda *_: None)(part, request, None, tokens)
+    assert asked == []
+    assert not confirmed_reads(part)._reads  # type: ignore[union-attr]
+
+
+def test_a_part_without_an_engine_confirms_nothing() -> None:
+    """As some of vLLM's own tests make it."""
+    bare = SimpleNamespace(vllm_config=decode_server().part.vllm_config)
+    assert confirmed_reads(bare) is None
+
+
+def test_a_lease_that_ends_is_told_in_a_report_where_there_is_one() -> None:
+    mute, heard = SimpleNamespace(), SimpleNamespace(_heard={})
+    for worker in (mute, heard):
+        lease_ended(worker, "r")
+    assert vars(mute) == {}
+    assert vars(heard) == {"_heard": {}, "_ended_leases": {"r"}}
+    assert taken() == {"LEASE_ENDED": 2}
 
 
 def switch_off(server: Server) -> None:

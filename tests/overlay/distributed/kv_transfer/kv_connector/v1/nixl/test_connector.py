@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,11 +12,13 @@ from vllm.v1.outputs import KVConnectorOutput
 
 from tests.support.nixl_release import connector_module
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
+from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import connector as overlay
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
     SOON,
     WakesIdleEngine,
+    WantsLooks,
     WorkerReport,
 )
 
@@ -36,9 +37,14 @@ def report(connector: Any, pending: int) -> None:  # noqa: ANN401
     )
 
 
-def test_looks_become_rarer_until_there_is_news(connector: Any) -> None:  # noqa: ANN401
+def test_looks_become_rarer_until_there_is_news(
+    connector: Any,  # noqa: ANN401
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(overlay, "time", SimpleNamespace(monotonic=lambda: 8.0))
+
     def pause() -> float:
-        return (connector.next_look() or 0.0) - time.monotonic()
+        return (connector.next_look() or 0.0) - 8.0
 
     report(connector, 4)
     pauses = []
@@ -46,11 +52,13 @@ def test_looks_become_rarer_until_there_is_news(connector: Any) -> None:  # noqa
         connector.looks()
         pauses.append(pause())
         report(connector, 4)
-    assert pauses[0] < 3 * SOON
+    assert pauses[0] == pytest.approx(2 * SOON)
     assert all(later > 1.5 * sooner for sooner, later in itertools.pairwise(pauses[:6]))
-    assert 0.9 * RARELY < pauses[-1] <= RARELY
+    assert pauses[-1] == RARELY
     report(connector, 3)
-    assert pause() <= SOON
+    assert pause() == pytest.approx(SOON)
+    connector.looks()
+    assert pause() == pytest.approx(pauses[0])
 
 
 def test_nothing_to_look_at(connector: Any) -> None:  # noqa: ANN401
@@ -62,19 +70,29 @@ def test_nothing_to_look_at(connector: Any) -> None:  # noqa: ANN401
     assert connector.next_look() is not None
     report(connector, 0)
     assert connector.next_look() is None
+    assert connector.build_connector_worker_meta() is None, "a worker does"
+
+
+def test_whoever_wants_looks_says_when() -> None:
+    for asked in (WantsLooks().next_look, WantsLooks().looks):
+        with pytest.raises(NotImplementedError):
+            asked()
 
 
 def test_reports_of_several_ranks() -> None:
     said = [
-        WorkerReport(2, frozenset({"a"}), {"r": frozenset({"d/0"})}),
+        WorkerReport(2, frozenset({"a"}), {"r": frozenset({"d/0"})}, fixes={"USED_TWICE": 1}),
         WorkerReport(0, frozenset({"b"}), {"r": frozenset({"d/1"}), "s": frozenset({"d/0"})}),
-        WorkerReport(3, ended=frozenset({"t"})),
+        WorkerReport(3, ended=frozenset({"t"}), fixes={"USED_TWICE": 2}),
     ]
     joined = said[0].aggregate(said[1]).aggregate(said[2])
     assert joined.pending == 5
     assert joined.agents == {"a", "b"}
     assert joined.heard == {"r": {"d/0", "d/1"}, "s": {"d/0"}}
     assert joined.ended == {"t"}
+    assert joined.fixes == {"USED_TWICE": 3}
+    other: Any = object()
+    assert joined.aggregate(other) is joined, "another connector's"
 
 
 def test_a_worker_reports_while_something_waits_and_once_that_nothing_does(
@@ -96,8 +114,10 @@ def test_a_worker_says_once_who_it_is_and_what_it_has_heard(
     worker = side.connector_worker = SimpleNamespace(nixl_wrapper=SimpleNamespace(name="p/0"))
     assert side.build_connector_worker_meta() == WorkerReport(0, frozenset({"p/0"}))
     assert side.build_connector_worker_meta() is None
-    worker._heard, worker._ended_leases = {"r": frozenset({"d/0"})}, {"s"}
-    assert side.build_connector_worker_meta() == WorkerReport(
-        0, heard={"r": frozenset({"d/0"})}, ended=frozenset({"s"})
-    )
+    for news in ({"heard": {"r": frozenset({"d/0"})}}, {"ended": frozenset({"s"})}):
+        worker._heard, worker._ended_leases = news.get("heard", {}), news.get("ended", ())
+        assert side.build_connector_worker_meta() == WorkerReport(0, **news)
+        assert side.build_connector_worker_meta() is None
+    count(Acted.USED_TWICE)
+    assert side.build_connector_worker_meta() == WorkerReport(0, fixes={"USED_TWICE": 1})
     assert side.build_connector_worker_meta() is None

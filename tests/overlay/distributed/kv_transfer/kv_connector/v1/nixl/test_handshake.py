@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,12 @@ from tests.support.nixl_worker import (
     topology_of,
 )
 from tests.support.release import since
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
+    disconnect,
+    forget,
+    forgets_whom_it_loses,
+    load_agent,
+)
 
 if not since("0.20.0"):
     pytest.skip("42097 and what stands on it: from 0.20.0 on", allow_module_level=True)
@@ -186,6 +193,41 @@ def test_an_engine_that_is_connected_stays_so_whatever_it_says_later() -> None:
     before = kept(worker)
     again = peer_metadata(worker, "P", physical_blocks_per_logical_kv_block=4)
     assert worker.add_remote_agent(again) == agent_name("P", 0)
+    forget(worker, "P")
+    assert kept(worker) == before
+
+
+def test_of_an_engine_that_is_let_go_nothing_stays_and_of_others_all() -> None:
+    worker = decoder()
+    connect(worker, "Q")
+    vars(worker)["_engine_by_address"] = {1: "Q"}  # from 0.31.0 on
+    before = kept(worker)
+    connect(worker, "P")
+    vars(worker)["_engine_by_address"] = {1: "Q", 2: "P"}
+    disconnect(worker, "P")
+    assert kept(worker) == before
+    assert "P" not in vars(worker).get("_engine_last_active", {})
+    assert loaded(worker) == [agent_name("Q", 0)]
+
+
+@pytest.mark.parametrize("outcomes", [["lost"], ["made", "lost"], ["lost", "lost"]])
+def test_a_thread_forgets_nothing_that_another_has_entered(outcomes: list[str]) -> None:
+    worker, left = decoder(), [*outcomes]
+    peer = peer_metadata(worker, "P", 0, 2)
+
+    @forgets_whom_it_loses
+    def handshake(*_: object) -> None:
+        if len(left) > 1:
+            load_agent(worker, peer)
+        if left.pop(0) == "lost":
+            raise ConnectionError("lost")
+
+    with ThreadPoolExecutor(1) as this:
+        for _ in outcomes[1:]:
+            this.submit(handshake, worker, "p", 1, 2, "P").exception(10)
+        worker.add_remote_agent(peer, 0, 2)
+        before = kept(worker)
+        assert this.submit(handshake, worker, "p", 1, 2, "P").exception(10)
     assert kept(worker) == before
 
 

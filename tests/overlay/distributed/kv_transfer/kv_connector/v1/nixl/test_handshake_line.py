@@ -59,6 +59,7 @@ def test_those_behind_fail_until_nobody_waits_any_more(clock: Clock) -> None:
     def make(engine: str, seconds: float) -> str:
         def handshake() -> str:
             clock.now += seconds
+            handshakes.rank_answered()
             return engine
 
         try:
@@ -93,6 +94,7 @@ def test_a_handshake_that_fails_leaves_an_empty_line_too(clock: Clock) -> None:
 def test_one_handshake_takes_no_longer_than_it_may(clock: Clock) -> None:
     """A client says how many ranks a peer has, and whoever listens may answer slowly."""
     handshakes = line({"a": None}, max_handshake_wait=10)
+    handshakes.rank_answered()  # of no handshake
 
     def answers_slowly() -> None:
         for _ in range(1000):
@@ -114,6 +116,11 @@ def test_without_the_option_nothing_is_bounded(clock: Clock) -> None:
         return "made"
 
     assert [handshakes.make(takes_long) for _ in range(3)] == ["made"] * 3
+
+
+def test_of_a_worker_without_a_configuration_nothing_is_asked() -> None:
+    worker = SimpleNamespace(_handshake_futures={}, _handshake_lock=threading.RLock())
+    assert HandshakeLine(worker).make(lambda: "made") == "made"
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "10", [10], float("nan")])

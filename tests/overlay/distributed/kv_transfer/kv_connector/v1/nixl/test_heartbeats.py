@@ -22,6 +22,9 @@ def test_where_it_is_and_how_large() -> None:
     assert vars(known) == {**FIRST, "host": "b", "port": 5, "tp_size": 4}, "of later releases"
     heartbeats.go_to(known, {"pp_size": 1})
     assert known.pp_size == 1
+    later: Any = SimpleNamespace(**FIRST, dcp_size=1)
+    heartbeats.go_to(later, {"dcp_size": 8})
+    assert vars(later) == {**FIRST, "dcp_size": 8}
 
 
 def test_of_one_request_all_is_as_on_stock() -> None:

@@ -63,8 +63,10 @@ def test_a_peer_does_not_fill_the_log(
 
 def test_what_is_somebody_else_s_is_not_looked_at() -> None:
     worker = make_worker()
-    nixl_of(worker).inbox = {"P/0": [b"REG:\xff", b"\xff"]}
-    assert list(notifications(worker, b"REG:")) == [[b"REG:\xff"]]
+    vars(worker)["_heard"] = {}
+    nixl_of(worker).inbox = {"P/0": [b"REG:\xff", b"\xff", b"a:1"]}
+    assert list(notifications(worker, b"REG:")) == [[b"REG:\xff", b"a:1"]]
+    assert vars(worker)["_heard"] == {}, "of pushes nothing is noted"
 
 
 def test_ranks_that_do_not_fit() -> None:

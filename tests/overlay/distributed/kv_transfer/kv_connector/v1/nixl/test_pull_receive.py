@@ -55,6 +55,36 @@ def test_a_peer_that_was_evicted_before_it_was_read_is_met_again() -> None:
     assert not worker.get_block_ids_with_load_errors()
 
 
+def test_one_of_such_a_peer_does_not_fail_with_a_later_one_s_handshake() -> None:
+    worker = make_worker(num_blocks=16)
+    if hasattr(worker.xfer_stats, "record_failed_handshake"):
+        pytest.skip("from 0.31.0 on upstream asks again")
+    asked, lost = threading.Event(), [False, True, False]
+
+    def shake_hands(engine_id: str, ranks: int) -> dict[Any, str]:
+        assert asked.wait(10)
+        if lost.pop(0):
+            raise ConnectionError("nobody there")
+        return register_peer(worker, engine_id, ranks)
+
+    script_handshake(worker, shake_hands)
+    receive(worker, "a", local_blocks=[[3, 4]], remote_request_id="a-at-p")
+    asked.set()
+    await_handshakes(worker)
+    worker._cleanup_remote_engine("P")
+    asked.clear()
+    lives(receive, worker, "b", local_blocks=[[1, 2]], remote_request_id="b-at-p")
+    asked.set()
+    for _ in range(2):
+        await_handshakes(worker)
+        lives(step, worker)
+    await_handshakes(worker)
+    lives(step, worker)
+    nixl_of(worker).finish(*nixl_of(worker).reads)
+    assert lives(step, worker)[1] == {"a"}
+    assert not worker.get_block_ids_with_load_errors() & {3, 4}
+
+
 def test_a_step_does_not_wait_for_the_agents_of_a_handshake_that_has_just_ended() -> None:
     worker = make_worker(num_blocks=16)
     if hasattr(worker.xfer_stats, "record_failed_handshake"):

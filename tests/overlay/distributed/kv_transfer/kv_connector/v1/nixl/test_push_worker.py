@@ -22,9 +22,6 @@ from tests.support.release import since
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import (
     forgets_whom_it_loses,
 )
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
-    drops_what_it_cannot_use,
-)
 
 push = pytest.importorskip("vllm.distributed.kv_transfer.kv_connector.v1.nixl.push_worker")
 
@@ -318,11 +315,24 @@ def test_a_registration_that_makes_no_sense_does_not_take_the_others_along(
 
 
 def test_what_is_dropped_is_counted_and_shown_in_short(workers: Callable[..., Any]) -> None:
+    from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.push_worker import (
+        drops_what_it_cannot_use,
+    )
+
     prefill = workers("P")
     with mock.patch.object(prefill, "_log_failure") as log:
         drops_what_it_cannot_use(raising(KeyError()))(prefill, b"x" * 10_000)
     assert 0 < len(log.call_args.kwargs["payload"]) < 200
     assert prefill.xfer_stats.data["num_failed_notifications"] == [1]
+
+
+def test_a_push_that_is_done_has_not_failed(workers: Callable[..., Any]) -> None:
+    prefill, decode = workers("P"), workers("D")
+    assert pushed(prefill, decode, 4, 0)
+    nixl_of(prefill).finish(*nixl_of(prefill).reads)
+    ended(prefill)
+    assert all(write.released for write in nixl_of(prefill).reads)
+    assert not prefill.get_kv_connector_stats().data["num_failed_transfers"]
 
 
 def test_a_worker_that_pushes_shuts_down_behind_a_handle_that_cannot_be_released(
