@@ -199,9 +199,10 @@ class TestWhoIsRefused:
         same, half = peer_of(worker), peer_of(worker, block_size=worker.block_size // 2)
         worker.dcp_size, same.dcp_size, half.dcp_size = ours, theirs, theirs
         pairing.refuse_other_size(worker, same)
-        refused = "context ranks" if max(ours, theirs) > 1 else ""
-        if refused or not Deployment(1, 1, split=2, mla=True).makes_its_blocks:
-            with pytest.raises(RuntimeError, match=refused):
+        shared = max(ours, theirs) > 1
+        if shared or not Deployment(1, 1, split=2, mla=True).makes_its_blocks:
+            told = "context ranks" if shared else "does not make of them"
+            with pytest.raises(RuntimeError, match=told):
                 pairing.refuse_other_size(worker, half)
         else:
             pairing.refuse_other_size(worker, half)

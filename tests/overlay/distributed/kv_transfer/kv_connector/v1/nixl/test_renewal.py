@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.kv_landing import Deployment
 from tests.support.nixl_release import NixlConnectorMetadata, NixlConnectorWorker
 from tests.support.nixl_worker import (
     ScriptedNixl,
@@ -443,6 +444,9 @@ def test_an_engine_that_something_is_under_way_with_is_in_use() -> None:
     assert renewal.unused(worker, {"P", "Q"}) == set()
 
 
+@pytest.mark.skipif(
+    not Deployment(1, 1, split=2, mla=True).makes_its_blocks, reason="such a peer is refused there"
+)
 def test_handshakes_with_smaller_blocks_share_the_descriptors_of_our_memory() -> None:
     """Up to 0.26.0 there would be a list more, and none less, after each of them."""
     worker = make_worker(mla=True)
