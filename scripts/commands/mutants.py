@@ -5,8 +5,8 @@ of the overlay and of the fixes that the release needs; with `tools` in place of
 tools' core against its tests. What survives is a change that no test notices. Where no test could,
 tests/mutants.toml names it and says why; of the others at most 5 % may survive.
 
-A release has some 6000, for which two cores take hours; for a sample of 250, which tells the share
-to five percent, half an hour; for a module with the tests beside it, a minute or two:
+A release has some 5700, for which two cores take hours; for a sample of 250, which tells the share
+to a few percent, ten minutes; for a module with the tests beside it, a minute or two:
 nox -s mutants -- 0.28.0 --sample 250
 nox -s mutants -- 0.33.0 nixl/pairing --tests tests/overlay/distributed
 """
