@@ -69,6 +69,9 @@ class Chosen:
 
 ALL = Chosen()
 
+_INSTALLED = ROOT / "tests" / "overlay" / "test_installed.py"
+"""What asks the installed wheel who it is: here that is the stock one, or an earlier build."""
+
 _PLUGIN = "tests.programs.mutants.plugin"
 _FIRST = 3  # python -m pytest: it has to see the other plugins import what it mutates
 _QUIETLY = ("-q", "-s", "--tb=native")  # nobody reads why a test failed
@@ -103,7 +106,8 @@ def of_release(
         shadow = environment.shadow(folder, series.patches)
         files = {_module(name): shadow / name for name in modules}
         paths = [ROOT / test for test in tests or that_test(release)]
-        command = [str(environment.python), "-m", *pytest_arguments("-p", PLUGIN)]
+        words = ("-p", PLUGIN, "--ignore", str(_INSTALLED))
+        command = [str(environment.python), "-m", *pytest_arguments(*words)]
         variables = environment.variables(shadow)
         return rows_of(
             command, files, paths, workers, stage(), variables, rows_file(release), chosen=chosen
