@@ -69,7 +69,7 @@ class Chosen:
 
 ALL = Chosen()
 
-_INSTALLED = ROOT / "tests" / "overlay" / "test_installed.py"
+_INSTALLED = "tests/overlay/test_installed.py"
 """What asks the installed wheel who it is: here that is the stock one, or an earlier build."""
 
 _PLUGIN = "tests.programs.mutants.plugin"
@@ -106,7 +106,7 @@ def of_release(
         shadow = environment.shadow(folder, series.patches)
         files = {_module(name): shadow / name for name in modules}
         paths = [ROOT / test for test in tests or that_test(release)]
-        words = ("-p", PLUGIN, "--ignore", str(_INSTALLED))
+        words = ("-p", PLUGIN, "--deselect", _INSTALLED)
         command = [str(environment.python), "-m", *pytest_arguments(*words)]
         variables = environment.variables(shadow)
         return rows_of(
