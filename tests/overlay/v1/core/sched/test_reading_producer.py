@@ -62,30 +62,30 @@ def test_so_is_who_has_one_step_at_a_time() -> None:
     assert not is_its_own(made("kv_producer", READS, depth=1))
 
 
+def left(extra: dict[str, Any], turns: int = 1) -> tuple[OverlappedEngine, int]:
+    """An engine whose only request was aborted in a step that runs, and how many blocks it has."""
+    engine = made("kv_producer", extra, num_blocks=8)
+    every = engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    engine.ask("left", range(40), max_tokens=20)
+    for _ in range(turns):
+        engine.advance()
+    engine.abort("left")
+    assert len(engine.steps) == 1, "the step still runs"
+    return engine, every
+
+
 @pytest.mark.parametrize("extra", [{}, READS])
 def test_what_is_aborted_is_free_at_once_and_the_cache_can_be_reset(extra: dict[str, Any]) -> None:
     """As on stock, where a producer holds nothing back."""
-    engine = made("kv_producer", extra, num_blocks=8)
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    free = pool.get_num_free_blocks()
-    engine.ask("left", range(40), max_tokens=20)
-    engine.advance()
-    engine.abort("left")
-    assert engine.steps, "the step still runs"
-    assert pool.get_num_free_blocks() == free
+    engine, every = left(extra)
+    assert engine.scheduler.kv_cache_manager.block_pool.get_num_free_blocks() == every
     assert engine.scheduler.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("turns", [1, 2])
 def test_a_load_gets_what_was_in_use_once_the_steps_have_ended(turns: int) -> None:
-    engine = made("kv_producer", READS, num_blocks=8)
+    engine, every = left(READS, turns)
     pool = engine.scheduler.kv_cache_manager.block_pool
-    every = pool.get_num_free_blocks()
-    engine.ask("left", range(40), max_tokens=20)
-    for _ in range(turns):
-        engine.advance()
-    engine.abort("left")
-    assert len(engine.steps) == 1
     assert not pool.has_for(16, every)
     engine.advance()
     assert pool.has_for(16, every)
@@ -93,14 +93,9 @@ def test_a_load_gets_what_was_in_use_once_the_steps_have_ended(turns: int) -> No
 
 def test_what_is_freed_is_in_use_while_as_many_steps_run_as_may() -> None:
     """That is as many as there are pipeline stages, here two, or one more."""
-    engine = made("kv_producer", READS, num_blocks=8)
-    pool = engine.scheduler.kv_cache_manager.block_pool
-    every = pool.get_num_free_blocks()
-    engine.ask("left", range(40), max_tokens=20)
-    engine.advance()
-    engine.abort("left")
+    engine, every = left(READS)
     for _ in range(3):
-        assert not pool.has_for(16, every)
+        assert not engine.scheduler.kv_cache_manager.block_pool.has_for(16, every)
         engine.scheduler.schedule()
 
 
