@@ -29,6 +29,7 @@ from tests.support.nixl_worker import (
     lives,
     make_worker,
     nixl_of,
+    note_activity,
     rank_key,
     receive,
     states_in,
@@ -153,6 +154,7 @@ class Engines:
                     metadata, rank, len(self.ranks)
                 )
         self.decode._remote_agents["P"] = agents
+        note_activity(self.decode, "P")
 
     def faults_of_a_prompt(self, tokens: int, hit: int = 0, seed: int = 0) -> list[str]:
         """Send one prompt from P to D; say what is not where it should be, or not what it was.

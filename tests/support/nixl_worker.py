@@ -893,13 +893,18 @@ def connect(
     agents = register_peer(worker, engine_id, tp_size, **changes)
     with worker._handshake_lock:
         worker._remote_agents[engine_id] = agents
-        if hasattr(worker, "_engine_last_active"):  # from 0.24.0 on
-            worker._engine_last_active[engine_id] = time.perf_counter()
+        note_activity(worker, engine_id)
         if STAGES:
             worker._engine_clock_offset[engine_id] = 0.0
         if hasattr(worker, "_track_remote_engine_replacement"):  # from 0.31.0 on
             worker._track_remote_engine_replacement(engine_id, "127.0.0.1", peer_port(engine_id))
     return agents
+
+
+def note_activity(worker: NixlConnectorWorker, engine_id: str) -> None:
+    """Note that a peer has just been heard of, where the release asks when it was."""
+    if hasattr(worker, "_engine_last_active"):  # from 0.24.0 on
+        worker._engine_last_active[engine_id] = time.perf_counter()
 
 
 def peer_port(engine_id: str) -> int:
