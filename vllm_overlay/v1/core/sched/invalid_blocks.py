@@ -112,8 +112,7 @@ def received_first(select: Select) -> Select:
         queue = select(self)
         if not _set_back or queue is None or not _starts_again(self, queue.peek_request()):
             return queue
-        if queue is self.skipped_waiting:
-            _let_wait(self)
+        _let_wait(self)
         holds = any(request.num_computed_tokens for request in self.skipped_waiting)
         return self.skipped_waiting if holds else self.waiting
 

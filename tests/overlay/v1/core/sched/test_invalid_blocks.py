@@ -189,6 +189,16 @@ def test_who_starts_again_comes_after_who_holds_what_it_received(by_priority: bo
     assert first_computed([engine.step() for _ in range(3)])["loses"] == (0, 40)
 
 
+def test_two_that_start_again_let_who_holds_run_also_by_priority() -> None:
+    """The more urgent one waits as a preempted one already when the receive of the other ends."""
+    engine = failed(by_priority=True)
+    assert waiting(engine) == [["lost"], ["loses", "holds"]]
+    engine.scheduler.finished_recving_kv_req_ids.add("loses")
+    assert waiting(engine) == [["lost", "loses"], ["holds"]]
+    assert engine.blocks_of("loses") == set()
+    assert list(engine.step().computed) == ["holds", "lost", "loses"]
+
+
 @pytest.mark.parametrize("since", ["num_preemptions", "num_computed_tokens"])
 def test_who_has_run_since_keeps_its_turn(since: str) -> None:
     engine = failed(by_priority=True)
