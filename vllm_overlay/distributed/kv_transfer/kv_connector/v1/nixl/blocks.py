@@ -335,7 +335,7 @@ def pair_smaller_blocks(
     whole_prompt = -(-len(theirs) // of_logical) * of_logical
     hit = hits[0] * of_logical if hits else whole_prompt - len(parts)
     speculates = worker.vllm_config.speculative_config
-    guesses = speculates.num_speculative_tokens if speculates is not None and hits else 0
+    guesses = speculates.num_speculative_tokens if speculates is not None else 0
     tokens = worker.block_size * worker._physical_blocks_per_logical_kv_block
     end = whole_prompt - (-guesses // tokens) * of_logical
     if not 0 <= hit < len(theirs) or hit + len(parts) > end:

@@ -120,7 +120,7 @@ class ConfirmedReads:
         else:  # P has to know whose they are
             self._unsigned.append(read)
             if len(self._unsigned) > MAX_UNSIGNED:  # nobody settles: a scheduler of its own
-                self._drop(self._unsigned.pop(0))
+                self._forget(self._unsigned[0].req_id)
 
     @property
     def all_report(self) -> bool:
@@ -179,15 +179,16 @@ class ConfirmedReads:
 
     def _sign(self) -> None:
         """Ask about what was begun before the workers made their first report, if they have."""
-        for read in self._unsigned:
+        unsigned, self._unsigned = self._unsigned, []
+        for read in unsigned:
             if self.all_report:
                 time = now()
                 read.check.asks(time)
                 self._ask(read, time)
-            elif self._drop(read):
+            else:
+                self._forget(read.req_id)
                 where = printable(f"at {read.peer.host}:{read.peer.port}")
                 self._say_unconfirmed(where, "not all workers of this one report")
-        self._unsigned.clear()
 
     def _take_replies(self) -> None:
         for reply in self.questions.replies():
@@ -230,17 +231,12 @@ class ConfirmedReads:
         question = Question(read.token, read.reader, frozenset(self.agents), time)
         self.questions.ask(read.peer, question)
 
-    def _drop(self, read: _Read) -> bool:
-        """Forget a read, if it has not been; it is used as on stock."""
-        known = self._readers.get(read.reader) is read
-        if known:
-            self._forget(read.req_id)
-        return known
-
     def _forget(self, req_id: str) -> None:
         read = self._reads.pop(req_id, None)
         if read is not None:
             del self._readers[read.reader]
+            if read in self._unsigned:
+                self._unsigned.remove(read)
 
     def _say_unconfirmed(self, engine: str, why: str) -> None:
         if engine in self._unconfirmed or len(self._unconfirmed) == MAX_NAMED:

@@ -282,7 +282,6 @@ class _ReadRefusedError(Exception):
     """NIXL refused a read; `handle` is its handle, if it got as far as to have one."""
 
     def __init__(self, handle: TransferHandle | None) -> None:
-        super().__init__()
         self.handle = handle
 
 

@@ -433,9 +433,8 @@ def test_workers_are_heard_alone_and_among_those_of_other_connectors() -> None:
 
 
 def test_a_question_goes_once_the_workers_are_known(
-    p: PrefillServer, asked: list[Question], monkeypatch: pytest.MonkeyPatch
+    p: PrefillServer, asked: list[Question]
 ) -> None:
-    monkeypatch.setattr(module, "MAX_UNSIGNED", 1)
     reads, offer = ConfirmedReads(1), p.prefill("at-p", PROMPT)
     for _ in range(2):
         reads.begin(asking("r"), offer, frozenset({1}))
