@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 from vllm.v1.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -21,10 +23,14 @@ if TYPE_CHECKING:
 
 
 def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
-    """Put a request that found no room in front of those that hold no blocks, if it is one of them.
+    """Put a request that found no room behind those that hold blocks, if it holds none itself.
 
-    So are those right behind it that hold none either, in their order. But first all whose receives
-    have failed give up what they received into: that may be the room.
+    So are those right behind it that hold none either, in their order, and nobody else comes in
+    front of them. But first all whose receives have failed give up what they received into: that
+    may be the room.
+
+    By priority no queue has places: there they wait with those that hold none. Not while the
+    scheduler is paused, which is until its queues of holders and of running requests are empty.
 
     Returns:
         Whether to look again: at this request, or at others behind it that do hold some.
@@ -34,18 +40,28 @@ def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     holders: RequestQueue = getattr(scheduler, "kv_holding_waiting" if known else "skipped_waiting")
     if not holders or holders.peek_request() is not request:
         return False
-    if request.num_computed_tokens:
+    if _holds_blocks(request):
         return False
     if _failed_ones_give_up_blocks(scheduler, holders):
         return True
-    if not any(map(_holds_blocks, holders)):
+    order = list(holders)
+    places = [place for place, one in enumerate(order) if _holds_blocks(one)]
+    if not places:
         return False
-    moved = [holders.pop_request()]
-    while not _holds_blocks(holders.peek_request()):
-        moved.append(holders.pop_request())
-    for one in reversed(moved):
-        scheduler._inflight_prefills.discard(one)  # nothing is kept free for it, as on a preemption
-        scheduler.waiting.prepend_request(one)
+    moved = order[: places[0]]
+    if isinstance(holders, FCFSRequestQueue):
+        for _ in moved:
+            holders.popleft()
+        for place, one in enumerate(moved, start=places[-1] + 1 - len(moved)):
+            holders.insert(place, one)
+    elif scheduler._pause_state == PauseState.UNPAUSED:
+        holders.remove_requests(moved)
+        for one in reversed(moved):
+            scheduler.waiting.prepend_request(one)
+    else:
+        return False
+    # Nothing is kept free for them, as on a preemption.
+    scheduler._inflight_prefills.difference_update(moved)
     return True
 
 

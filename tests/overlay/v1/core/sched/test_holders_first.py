@@ -6,7 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from vllm.v1.core.sched.request_queue import FCFSRequestQueue
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.request_queue import FCFSRequestQueue, PriorityRequestQueue
 from vllm.v1.request import RequestStatus
 
 module = pytest.importorskip("vllm_overlay.v1.core.sched.holders_first", reason="from 0.30.0 on")
@@ -24,7 +25,10 @@ class Stand:
 
     def __init__(self, computed: int, status: RequestStatus) -> None:
         self.num_computed_tokens, self.status = computed, status
-        self.request_id = str(id(self))
+        self.request_id, self.priority = str(id(self)), 0
+
+    def __lt__(self, other: Stand) -> bool:
+        return self.priority < other.priority
 
 
 def request(computed: int = 0, status: RequestStatus = RequestStatus.WAITING) -> Any:  # noqa: ANN401 - a stand-in
@@ -39,6 +43,7 @@ def scheduler(
     failed: tuple[Any, ...] = (),
     failing: tuple[Any, ...] = (),
     received: tuple[Any, ...] = (),
+    pause: PauseState = PauseState.UNPAUSED,
 ) -> Any:  # noqa: ANN401 - a stand-in
     """`failed`: who is said to have lost what it received; `failing`: for some ranks, so far."""
     over, lost, done = ({r.request_id for r in some} for some in (failed, failing, received))
@@ -54,27 +59,59 @@ def scheduler(
         failed_recving_kv_req_ids=over | lost,
         finished_recving_kv_req_ids=over | done,
         _inflight_prefills={*holders, *waiting},
+        _pause_state=pause,
     )
     return asked
 
 
 @pytest.mark.parametrize("queue", ["kv_holding_waiting", "skipped_waiting"])
-def test_who_has_lost_its_blocks_waits_in_front_of_those_that_hold_none(queue: str) -> None:
+def test_who_has_lost_its_blocks_waits_behind_those_that_hold_some(queue: str) -> None:
     lost, holder, new = request(), request(32), request()
     asked = scheduler([lost, holder], [new], queue=queue)
     assert module.lets_holders_run(asked, lost) is True
-    assert list(getattr(asked, queue)) == [holder]
-    assert list(asked.waiting) == [lost, new]
-    # What would be kept free for it would keep out who may stand in front of it there.
+    assert list(getattr(asked, queue)) == [holder, lost]
+    assert list(asked.waiting) == [new]
+    # What would be kept free for it would keep out who stands in front of it there.
     assert asked._inflight_prefills == {holder, new}
 
 
-def test_of_several_that_have_lost_them_the_first_stays_the_first() -> None:
-    first, second, holder, third, new = (request(n) for n in (0, 0, 1, 0, 0))
-    asked = scheduler([first, second, holder, third], [new])
+def test_nobody_else_comes_in_front_of_those_that_hold_none() -> None:
+    first, second, holder, third, last, fourth = (request(n) for n in (0, 0, 1, 0, 1, 0))
+    asked = scheduler([first, second, holder, third, last, fourth], [])
+    assert module.lets_holders_run(asked, first) is True
+    assert list(asked.kv_holding_waiting) == [holder, third, last, first, second, fourth]
+    assert asked._inflight_prefills == {holder, third, last, fourth}
+
+
+def by_priority(*holders: Any, **more: Any) -> Any:  # noqa: ANN401
+    """The more urgent stand in front."""
+    for number, one in enumerate(holders):
+        one.priority = number
+    asked = scheduler([], [], **more)
+    for queue in ("kv_holding_waiting", "waiting"):
+        setattr(asked, queue, PriorityRequestQueue())
+    for one in holders:
+        asked.kv_holding_waiting.add_request(one)
+        asked._inflight_prefills.add(one)
+    return asked
+
+
+def test_by_priority_it_waits_with_those_that_hold_none() -> None:
+    first, second, holder, third = (request(n) for n in (0, 0, 1, 0))
+    asked = by_priority(first, second, holder, third)
     assert module.lets_holders_run(asked, first) is True
     assert list(asked.kv_holding_waiting) == [holder, third]
-    assert list(asked.waiting) == [first, second, new]
+    assert list(asked.waiting) == [first, second]
+    assert asked._inflight_prefills == {holder, third}
+
+
+def test_by_priority_a_pause_does_not_end_without_it() -> None:
+    """Until then who waits in the other queue is neither admitted nor waited for."""
+    lost, holder = request(), request(1)
+    asked = by_priority(lost, holder, pause=PauseState.PAUSED_NEW)
+    assert module.lets_holders_run(asked, lost) is False
+    assert list(asked.kv_holding_waiting) == [lost, holder]
+    assert asked._inflight_prefills == {lost, holder}
 
 
 def test_who_holds_nothing_is_not_let_run_in_front_of_it() -> None:
@@ -89,9 +126,9 @@ def test_where_all_were_skipped_there_is_nobody() -> None:
     assert module.lets_holders_run(scheduler([], [new := request()]), new) is False
 
 
-@pytest.mark.parametrize("computed", [16, 32])
-def test_who_holds_blocks_stays(computed: int) -> None:
-    received, holder = request(computed), request(32)
+@pytest.mark.parametrize(("computed", "status"), [(1, RequestStatus.WAITING), (0, LOADS)])
+def test_who_holds_blocks_stays(computed: int, status: RequestStatus) -> None:
+    received, holder = request(computed, status), request(32)
     asked = scheduler([received, holder], [])
     assert module.lets_holders_run(asked, received) is False
     assert list(asked.kv_holding_waiting) == [received, holder]
@@ -123,7 +160,7 @@ def test_all_that_have_failed_give_up_their_blocks_and_the_first_is_looked_at_ag
     assert second.status == RequestStatus.WAITING
     assert asked._inflight_prefills == {first, holder}
     assert module.lets_holders_run(asked, first) is True  # there was no room all the same
-    assert list(getattr(asked, queue)) == [holder, second]
+    assert list(getattr(asked, queue)) == [holder, first, second]
 
 
 def test_who_loads_or_has_loaded_all_or_a_part_holds_blocks() -> None:
@@ -131,6 +168,5 @@ def test_who_loads_or_has_loaded_all_or_a_part_holds_blocks() -> None:
     holders = [lost, loads, arrived, part]
     asked = scheduler(holders, [], failing=(loads,), received=(arrived,), failed=(part,))
     assert module.lets_holders_run(asked, lost) is True
-    assert list(asked.kv_holding_waiting) == [loads, arrived, part]
-    assert list(asked.waiting) == [lost]
+    assert list(asked.kv_holding_waiting) == [loads, arrived, part, lost]
     assert {one.status for one in (loads, arrived, part)} == {LOADS}
