@@ -31,7 +31,7 @@ from vllm_overlay.entrypoints.kept_body import KeptBody
 from vllm_overlay.entrypoints.verdict import Verdict
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 from vllm_overlay.v1.engine.admission import open_exchange
-from vllm_overlay.v1.engine.stand_in import takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins, transfer_config
 
 if TYPE_CHECKING:
     from starlette.types import Message, Receive, Scope, Send
@@ -121,8 +121,7 @@ def transferring_engine(scope: Scope) -> EngineClient | None:
     With any other everything is as on stock. A server that only renders prompts has no engine.
     """
     engine = getattr(scope["app"].state, "engine_client", None)
-    config = getattr(engine, "vllm_config", None)
-    return engine if takes_stand_ins(getattr(config, "kv_transfer_config", None)) else None
+    return engine if takes_stand_ins(transfer_config(engine)) else None
 
 
 async def _answer_refusal(scope: Scope, receive: Receive, send: Send, error: Exception) -> bool:

@@ -15,7 +15,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     find_unsendable,
     without_unread,
 )
-from vllm_overlay.v1.engine.stand_in import takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins, transfer_config
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
@@ -62,7 +62,7 @@ def refused(
     if params is None:
         return None
     problem = find_unsendable(params)
-    kv = engine_client.vllm_config.kv_transfer_config
+    kv = transfer_config(engine_client)
     alone = kv is not None and are_for(kv.kv_connector, kv.kv_connector_module_path)
     if alone or (takes_stand_ins(kv) and not isinstance(params, dict)):
         problem = problem or find_problem(without_unread(params))

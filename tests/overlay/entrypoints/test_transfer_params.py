@@ -106,6 +106,14 @@ def test_without_parameters_the_engine_is_not_looked_at() -> None:
     assert refused(None, client, find_problem, pytest.fail) is None
 
 
+@pytest.mark.parametrize("client", [SimpleNamespace(), SimpleNamespace(vllm_config=None)])
+def test_a_client_of_somebody_elses_may_have_no_configuration(client: Any) -> None:  # noqa: ANN401
+    """As on stock; what vLLM's own wire does not carry is refused all the same."""
+    assert refused(BAD, client, find_problem, pytest.fail) is None
+    said: Any = refused(UNSENDABLE, client, find_problem, lambda _, *, param: param)
+    assert said == "kv_transfer_params.other"
+
+
 @pytest.mark.parametrize("connector", ["NixlConnector", "NixlPullConnector"])
 def test_what_nixl_cannot_use(connector: str) -> None:
     message, param = answer(BAD, connector)

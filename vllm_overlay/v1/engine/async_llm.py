@@ -15,7 +15,12 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import peer_problem
 from vllm_overlay.v1.engine.admission import has_given_up
-from vllm_overlay.v1.engine.stand_in import make_stand_in, stand_in_id, takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import (
+    make_stand_in,
+    stand_in_id,
+    takes_stand_ins,
+    transfer_config,
+)
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -77,9 +82,7 @@ def claims_first(
         data_parallel_rank: int | None = None,
     ) -> None:
         send = functools.partial(notify, self)
-        # One of vLLM's own tests makes an engine client without its constructor.
-        config = getattr(self, "vllm_config", None)
-        if config is not None and takes_stand_ins(config.kv_transfer_config):
+        if takes_stand_ins(transfer_config(self)):
             await _release(self, send, request_id, kv_transfer_params, data_parallel_rank)
         else:
             await send(request_id, kv_transfer_params, data_parallel_rank=data_parallel_rank)

@@ -50,10 +50,10 @@ def hears_prefills_count(make: Callable[..., Any]) -> Callable[..., Any]:
             state.remote_prefill_cached_tokens = None
         # The others make their outputs, one for each token, with nothing in between. Of several
         # samples the first is made first, and from K10 on the only one that transfers.
-        parent = state.parent_req
-        if parent is not None and params:
+        parent, transfers = state.parent_req, _is_nixls(params) or _may_be_nixls(params)
+        if parent is not None and transfers:
             parent._transfers = True
-        if params or getattr(parent, "_transfers", False):
+        if transfers or getattr(parent, "_transfers", False):
             plain, itself = type(state).make_request_output, weakref.ref(state)
             state.make_request_output = functools.partial(_report, plain, itself)
         return state
@@ -104,6 +104,11 @@ def _transfer_of(request: EngineCoreRequest) -> object:
     """Return what a client, or its router, says of the transfer."""
     sampling = request.sampling_params
     return (sampling.extra_args or {}).get("kv_transfer_params") if sampling else None
+
+
+def _may_be_nixls(params: object) -> bool:
+    """Whether it is what P is asked with, of any connector that has prefill servers."""
+    return isinstance(params, dict) and bool(params.get("do_remote_decode"))
 
 
 def _is_nixls(params: object) -> TypeGuard[dict[str, Any]]:

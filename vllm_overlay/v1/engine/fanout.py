@@ -25,7 +25,7 @@ from vllm.sampling_params import SamplingParams
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import are_for, of_transfer
-from vllm_overlay.v1.engine.stand_in import configured
+from vllm_overlay.v1.engine.stand_in import configured, transfer_config
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig
@@ -52,7 +52,7 @@ def transfer_once(params: Params, index: int, owner: Any) -> Params:  # noqa: AN
         transfer.get("do_remote_prefill") or transfer.get("do_remote_decode")
     ):
         return params
-    if not _with_nixl(getattr(owner, "engine_client", owner).vllm_config.kv_transfer_config):
+    if not _with_nixl(transfer_config(getattr(owner, "engine_client", owner))):
         return params
     count(Acted.FURTHER_READER)
     own = copy(params)

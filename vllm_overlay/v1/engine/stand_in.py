@@ -68,6 +68,14 @@ def make_stand_in(
     )
 
 
+def transfer_config(engine: object) -> KVTransferConfig | None:
+    """Return how an engine, or a client of one, transfers; a client of somebody else's may not say.
+
+    So upstream asks, from 0.23.0 on.
+    """
+    return getattr(getattr(engine, "vllm_config", None), "kv_transfer_config", None)
+
+
 def takes_stand_ins(config: KVTransferConfig | None) -> bool:
     """Whether the connector of this configuration is known to take stand-ins."""
     if config is None or config.kv_connector_module_path:  # somebody else's class

@@ -177,16 +177,26 @@ def test_other_answers_are_handed_on_as_they_are(answered: dict[str, Any]) -> No
     assert told.kv_transfer_params == answered
 
 
-@pytest.mark.parametrize("params", [None, {"do_remote_decode": True}, REMOTE], ids=str)
-def test_a_request_that_transfers_nothing_has_stocks_own_method(
-    params: dict[str, Any] | None,
+@pytest.mark.parametrize(
+    ("params", "reports"),
+    [
+        (None, False),
+        ({"of": "another connector"}, False),
+        ({"do_remote_prefill": True, "transfer_id": "of another connector"}, False),
+        ({"do_remote_decode": True}, True),
+        (REMOTE, True),
+    ],
+    ids=str,
+)
+def test_a_request_that_nixl_does_not_transfer_has_stocks_own_method(
+    params: dict[str, Any] | None, reports: bool
 ) -> None:
     """It is called for each token. No state waits for the garbage collector, with its prompt."""
     request = asyncio.run(asyncio.wait_for(_sent(params), 60))
     processor = OutputProcessor(None, log_stats=False)
     processor.add_request(request, None)
     [state] = processor.request_states.values()
-    assert ("make_request_output" in vars(state)) is (params is not None)
+    assert ("make_request_output" in vars(state)) is reports
     gone = weakref.ref(state)
     del state
     gc.disable()

@@ -97,6 +97,8 @@ def test_wherever_nixl_is_one_of_the_connectors(owner: object) -> None:
 @pytest.mark.parametrize(
     "owner",
     [
+        SimpleNamespace(),
+        SimpleNamespace(vllm_config=None),
         engine(None),
         engine("MoRIIOConnector"),
         engine("MooncakeConnector"),

@@ -34,10 +34,11 @@ def tells_route(cleanup: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitab
         self: BaseServing,
         awaitable: Awaitable[Any],
         *request: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401 - whatever the endpoint returns
         exchange = current_exchange()
         if exchange is None:
-            return await cleanup(self, awaitable, *request)
+            return await cleanup(self, awaitable, *request, **named)
         try:
             return await awaitable
         except Exception as error:

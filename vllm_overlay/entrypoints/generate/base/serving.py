@@ -40,10 +40,11 @@ def leaves_to_route(
         self: BaseServing,
         awaitable: Awaitable[Any],
         *request: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401 - whatever the endpoint returns
         if current_exchange() is not None:
             return await awaitable
-        return await cleanup(self, awaitable, *request)
+        return await cleanup(self, awaitable, *request, **named)
 
     return wrapper
 

@@ -15,7 +15,7 @@ from vllm_overlay.entrypoints.rejection import notify, remote_prefill, tell
 from vllm_overlay.entrypoints.transfer_params import refused, transfer_params
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.v1.engine.admission import current_exchange, open_exchange
-from vllm_overlay.v1.engine.stand_in import takes_stand_ins
+from vllm_overlay.v1.engine.stand_in import takes_stand_ins, transfer_config
 
 if TYPE_CHECKING:
     from fastapi import Request
@@ -41,7 +41,7 @@ class KVTransferRejection:
     @functools.cached_property
     def has_kv_connector(self) -> bool:
         """Whether this server moves KV blocks at all; else nothing waits anywhere."""
-        return self.engine_client.vllm_config.kv_transfer_config is not None
+        return transfer_config(self.engine_client) is not None
 
     async def _with_kv_transfer_rejection_cleanup(
         self,
@@ -62,7 +62,7 @@ class KVTransferRejection:
         params = remote_prefill(request.kv_transfer_params)
         if params is None or not self.has_kv_connector:
             return await awaitable
-        known = takes_stand_ins(self.engine_client.vllm_config.kv_transfer_config)
+        known = takes_stand_ins(transfer_config(self.engine_client))
 
         def tell_prefill() -> Awaitable[None]:
             return notify(self.engine_client, request.request_id, params, raw_request)

@@ -20,22 +20,20 @@ if TYPE_CHECKING:
 
 
 def ends_with_its_block(split: Callable[..., int]) -> Callable[..., int]:
-    """Have `Scheduler._mamba_block_aligned_split` leave the next block's tokens to the next step.
-
-    `num_local` and `num_external` are tokens that are cached, and that a connector has.
-    """
+    """Have `Scheduler._mamba_block_aligned_split` leave the next block to the next step."""
 
     @wraps(split)
     def wrapper(
         self: Scheduler,
         request: Request,
         num_new_tokens: int,
-        num_local: int = 0,
-        num_external: int = 0,
+        num_new_local_computed_tokens: int = 0,
+        num_external_computed_tokens: int = 0,
         *more: int,
     ) -> int:
-        tokens = split(self, request, num_new_tokens, num_local, num_external, *more)
-        start = request.num_computed_tokens + num_local + num_external
+        loaded = num_new_local_computed_tokens, num_external_computed_tokens
+        tokens = split(self, request, num_new_tokens, *loaded, *more)
+        start = request.num_computed_tokens + sum(loaded)
         if start >= request.num_tokens - 1:
             return tokens  # of an answer, or a prompt's last with its places for guesses: decodes
         left = -start % self.cache_config.block_size

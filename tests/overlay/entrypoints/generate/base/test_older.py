@@ -82,8 +82,8 @@ def test_a_route_that_watches_learns_what_the_handler_refused(
     )
     cleaned: list[tuple[object, ...]] = []
 
-    async def clean_up(self: object, awaitable: Any, *request: object) -> object:  # noqa: ANN401
-        cleaned.append(request)
+    async def clean_up(self: object, awaitable: Any, request: object, raw: object) -> object:  # noqa: ANN401
+        cleaned.append((request, raw))
         return await awaitable
 
     def create_error_response(raised: Exception) -> Any:  # noqa: ANN401
@@ -97,7 +97,7 @@ def test_a_route_that_watches_learns_what_the_handler_refused(
 
     async def handle() -> None:
         handler = SimpleNamespace(create_error_response=create_error_response)
-        handling = overlay.tells_route(clean_up)(handler, answer(), "request", "raw")
+        handling = overlay.tells_route(clean_up)(handler, answer(), "request", raw="raw")
         if error is None:
             assert await handling == "answer"
             return

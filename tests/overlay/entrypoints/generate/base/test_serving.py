@@ -21,8 +21,8 @@ def test_a_route_that_watches_cleans_up_in_place_of_the_handler(watched: bool) -
     seen: list[tuple[Any, ...]] = []
 
     class Serving:
-        async def stock(self, awaitable: Any, *request: Any) -> Any:  # noqa: ANN401
-            seen.append(request)
+        async def stock(self, awaitable: Any, request: Any, raw: Any) -> Any:  # noqa: ANN401
+            seen.append((request, raw))
             return await awaitable
 
         clean_up = overlay.leaves_to_route(stock)
@@ -32,10 +32,10 @@ def test_a_route_that_watches_cleans_up_in_place_of_the_handler(watched: bool) -
 
     async def test() -> None:
         if not watched:
-            assert await Serving().clean_up(answer(), "request", "raw") == "answer"
+            assert await Serving().clean_up(answer(), "request", raw="raw") == "answer"
             return
         with open_exchange():
-            assert await Serving().clean_up(answer(), "request", "raw") == "answer"
+            assert await Serving().clean_up(answer(), "request", raw="raw") == "answer"
 
     asyncio.run(test())
     assert seen == ([] if watched else [("request", "raw")])

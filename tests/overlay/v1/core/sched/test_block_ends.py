@@ -51,6 +51,14 @@ def test_where_parts_end(drafts: bool, seed: int) -> None:
     assert bool(inside) is (drafts or not since("0.26.0"))
 
 
+def test_what_is_loaded_may_be_named_as_on_stock() -> None:
+    made = engine_of(DecodeEngine, mode="align", guesses=1, drafts=True, prefix_caching=True)
+    request = made.send("r", range(4 * BLOCK), None)
+    split: Any = made.scheduler._mamba_block_aligned_split
+    loaded = {"num_new_local_computed_tokens": BLOCK, "num_external_computed_tokens": 0}
+    assert split(request, 2 * BLOCK, **loaded) == split(request, 2 * BLOCK, *loaded.values())
+
+
 def test_a_prompts_last_token_keeps_its_places_for_guesses() -> None:
     made = engine_of(DecodeEngine, mode="align", guesses=GUESSES, drafts=True, prefix_caching=True)
     for length in range(2 * BLOCK, 3 * BLOCK):
