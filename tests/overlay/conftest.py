@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.support.reaching import reaching_peers
 from vllm_overlay.distributed.kv_transfer import fix_counts
 from vllm_overlay.logging_utils import bounded_log
 
@@ -21,6 +22,12 @@ def _nothing_counted() -> Iterator[None]:
     fix_counts._begin()
     yield
     fix_counts._begin()
+
+
+@pytest.fixture(autouse=True)
+def _peers_are_there() -> Iterator[None]:
+    with reaching_peers():
+        yield
 
 
 @pytest.fixture(autouse=True)

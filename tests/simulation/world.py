@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from socket import create_connection
 from typing import Any
 
 import zmq
@@ -130,6 +131,7 @@ class Stage:
             "time": virtual_time(self.clock),
             "ThreadPoolExecutor": (ThreadPoolExecutor, lambda *_, **__: self.world.executor()),
             "zmq_ctx": (home.zmq_ctx, lambda _, path: self.world.socket(path)),
+            "create_connection": (create_connection, lambda to, _: self.world.connection(*to)),
         }
         if lease_questions is not None:
             asks = lease_questions.LeaseQuestions
@@ -211,15 +213,26 @@ class World:
         """What asks about leases for the scheduler that is running."""
         return LeaseTalk(self.executor(), self._reach)
 
-    def _reach(self, path: str, question: list[bytes]) -> list[bytes]:
+    def connection(self, host: str, _: int) -> Any:  # noqa: ANN401 - something to close
+        """A connection to whoever listens at `host`; raises `OSError` if nobody does."""
+        if self._listening(host) is None:
+            raise TimeoutError(f"no route to {host}")
+        return contextlib.ExitStack()
+
+    def _listening(self, host: str) -> Engine | None:
         asking = self.clock.here.engine
-        host = path.removeprefix("tcp://").rsplit(":", 1)[0]
         for engine in self.engines.values():
             reached = engine.host == host and frozenset((asking, engine.name)) not in self.wire.cut
             if reached and self.clock.now >= self._up.get(engine.name, 0.0):
-                return engine.answer(question)
+                return engine
+        return None
+
+    def _reach(self, path: str, question: list[bytes]) -> list[bytes]:
+        engine = self._listening(path.removeprefix("tcp://").rsplit(":", 1)[0])
+        if engine is not None:
+            return engine.answer(question)
         for job in self.jobs.values():
-            if job.d == asking:
+            if job.d == self.clock.here.engine:
                 job.excused = "D could not reach P"
         raise zmq.Again
 

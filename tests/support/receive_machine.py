@@ -57,6 +57,7 @@ from tests.support.nixl_worker import (
     receive,
     target_ranks,
 )
+from tests.support.reaching import reaching_peers
 
 _READERS_OF_A_RANK = hasattr(getattr(utils, "TransferTopology", None), "dcp_consumer_count")
 """D says how many of its ranks read a rank of P, not how many there are: from 0.29.0 on."""
@@ -573,21 +574,22 @@ def explore(
 
     Machine.faults, Machine.claims, Machine.prepare = faults, claims, staticmethod(prepare)
     phases = [Phase.generate, Phase.shrink] if shrink else [Phase.generate]
-    run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
-        Machine,
-        settings=settings(
-            # Hypothesis begins with shorter ones.
-            max_examples=1 + steps * 4 // (3 * STEPS),
-            stateful_step_count=STEPS,
-            derandomize=True,
-            database=None,
-            deadline=None,
-            phases=phases,
-            print_blob=False,
-            report_multiple_bugs=False,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+    with reaching_peers():
+        run_state_machine_as_test(  # type: ignore[no-untyped-call, unused-ignore]
+            Machine,
+            settings=settings(
+                # Hypothesis begins with shorter ones.
+                max_examples=1 + steps * 4 // (3 * STEPS),
+                stateful_step_count=STEPS,
+                derandomize=True,
+                database=None,
+                deadline=None,
+                phases=phases,
+                print_blob=False,
+                report_multiple_bugs=False,
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
     return Machine.steps
 
 

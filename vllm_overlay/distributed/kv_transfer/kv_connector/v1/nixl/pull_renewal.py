@@ -42,9 +42,7 @@ class RenewsPeers(NixlBaseConnectorWorker):
         self._read_error = sys.exc_info()[1] if handle is None else None
         # Workers of vLLM's own tests know no peer.
         known = handle is not None and "_remote_agents" in vars(self)
-        meta = self._recving_metadata.get(req_id) if known else None
-        if meta is not None and meta.remote is not None:
-            read_failed(self, meta.remote.engine_id)
+        read_failed(self, self._recving_metadata.get(req_id) if known else None)
         return super()._handle_failed_transfer(req_id, handle, failed_req_ids, *counted, **named)
 
 
@@ -58,7 +56,7 @@ def renews_peer(read: _ReadBlocks) -> _ReadBlocks:
     def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
         posted = read(self, **arguments)
         if not posted and is_of_the_peer(vars(self).pop("_read_error", None)):
-            read_failed(self, arguments["dst_engine_id"])
+            read_failed(self, self._recving_metadata.get(arguments["request_id"]))
         return posted
 
     return wrapper

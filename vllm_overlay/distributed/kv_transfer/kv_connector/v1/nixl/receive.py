@@ -538,13 +538,9 @@ class RenewedReceives(ToldReceives):
         meta = self._worker._recving_metadata.get(req_id)
         super().fail(req_id, handle)
         if handle is not None:
-            self._renew(meta)
+            read_failed(self._worker, meta)
 
     def _not_posted(self, req_id: ReqId, meta: ReqMeta, error: Exception) -> None:
         super()._not_posted(req_id, meta, error)
         if isinstance(error, _ReadRefusedError) and is_of_the_peer(error.__context__):
-            self._renew(meta)
-
-    def _renew(self, meta: ReqMeta | None) -> None:
-        if meta is not None and meta.remote is not None:
-            read_failed(self._worker, meta.remote.engine_id)
+            read_failed(self._worker, meta)

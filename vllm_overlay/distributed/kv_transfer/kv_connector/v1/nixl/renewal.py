@@ -5,17 +5,23 @@ A P that is restarted under its engine id has another NIXL agent and other addre
 network flap NIXL may have dropped what it knew of the old one. What D holds of the engine (agents,
 descriptor lists, tables) is then good for nothing, and stock keeps it until D ends. Here it goes::
 
-    connected ──► failed ──► drained ──► forgotten ──► connected
+    connected ──► failed ──► reached ──► drained ──► forgotten ──► connected
 
 =========  ========================================  ==============================================
 state      begins                                    receives from this engine
 =========  ========================================  ==============================================
 connected  with a handshake                          are read
 failed     when NIXL refuses a read, or one fails    those under way end as ever; new ones wait
+reached    when P's side channel accepts a           the same
+           connection, which another thread tries
 drained    when all of them have been reported       wait for handshakes with others, which load
                                                      NIXL metadata on a thread of their own
 forgotten  when nothing is loading either            begin with a handshake, as the first one did
 =========  ========================================  ==============================================
+
+A P that is not reached stays connected: what is read from it fails at once, as on stock, where a
+handshake would take 5 s of the only thread for them. It is tried again with each read that fails,
+and for that no receive waits any more.
 
 Nothing that NIXL may still use is released: a receive is reported after its last read has ended and
 NIXL has its handles back. New ones wait so that this comes about under load, too, when another rank
@@ -34,12 +40,15 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterable, Set
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import Future, ThreadPoolExecutor
+from socket import create_connection
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.handshake import disconnect
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import printable, unbracketed
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -55,10 +64,30 @@ PATIENCE = 5.0
 """Seconds that new receives wait for those under way. As long as vLLM waits for one rank to answer
 a handshake, and well within the leases of P, 30 s and more."""
 
+REACHED = 1.0
+"""Seconds in which an address of P has to accept a connection."""
+
+AT_ONCE = 4
+"""Engines that are tried at a time."""
+
 _Worker = Any
 """`NixlConnectorWorker`; from 0.24.0 on `NixlPullConnectorWorker`."""
 
 _Start = Callable[[_Worker, "NixlConnectorMetadata"], None]
+
+
+class _Failed(NamedTuple):
+    """An engine that a read has failed from.
+
+    Attributes:
+        until: When receives wait no longer, on `time.monotonic`.
+        address: Where it is tried whether P is there.
+        reached: What comes of that.
+    """
+
+    until: float
+    address: str
+    reached: Future[None]
 
 
 class _Renewals:
@@ -66,21 +95,30 @@ class _Renewals:
 
     def __init__(self, worker: _Worker) -> None:
         self._worker = worker
-        self._failed: dict[str, float] = {}  # until when receives wait
+        self._failed: dict[str, _Failed] = {}
+        self._away: set[str] = set()  # those that were not reached, the last time
         self._waiting: dict[ReqId, ReqMeta] = {}
+        self._executor = ThreadPoolExecutor(AT_ONCE, thread_name_prefix="kvfix-nixl-renewal")
 
-    def add(self, engine_id: str) -> None:
+    def add(self, engine_id: str, host: str, port: int) -> None:
         # A peer may call itself as we do: then the tables are those of our own memory, too.
-        if engine_id in self._worker._remote_agents and engine_id != self._worker.engine_id:
-            self._failed.setdefault(engine_id, time.monotonic() + PATIENCE)
+        connected = engine_id in self._worker._remote_agents
+        if connected and engine_id != self._worker.engine_id and engine_id not in self._failed:
+            reached = self._executor.submit(_reach, host, port)
+            until, address = time.monotonic() + PATIENCE, printable(f"{host}:{port}")
+            self._failed[engine_id] = _Failed(until, address, reached)
 
     def advance(self, metadata: NixlConnectorMetadata) -> None:
         """Forget the engines that can be forgotten; let receives of the others wait."""
         if not self._failed and not self._waiting:
             return
-        self._forget()
+        self._forget(self._reached())
         now = time.monotonic()
-        kept = {engine_id for engine_id, until in self._failed.items() if now < until}
+        kept = {
+            engine_id
+            for engine_id, failed in self._failed.items()
+            if now < failed.until and engine_id not in self._away
+        }
         come, waited = metadata.reqs_to_recv, self._waiting
         waiting = {key: meta for key, meta in waited.items() if _waits(meta, kept)}
         # One that only notifies may have the id of one that waits, and they cannot go on together.
@@ -97,12 +135,35 @@ class _Renewals:
         }
         self._waiting = waiting
 
-    def _forget(self) -> None:
+    def _reached(self) -> set[str]:
+        """Return the engines that were reached; what was not is connected as before."""
+        reached = set()
+        for engine_id, failed in [*self._failed.items()]:
+            if not failed.reached.done():
+                continue
+            error = failed.reached.exception()
+            if error is None:
+                reached.add(engine_id)
+                self._away.discard(engine_id)
+                continue
+            del self._failed[engine_id]
+            if engine_id not in self._away:
+                self._away.add(engine_id)
+                log.warning(
+                    "A read from engine %s has failed, and nobody listens at %s: %s",
+                    engine_id,
+                    failed.address,
+                    error,
+                )
+        return reached
+
+    def _forget(self, reached: set[str]) -> None:
         worker = self._worker
         with worker._handshake_lock:
             for engine_id in self._failed.keys() - worker._remote_agents.keys():
                 del self._failed[engine_id]  # evicted by vLLM
-        for engine_id in unused(worker, self._failed.keys()):
+            self._away &= worker._remote_agents.keys()
+        for engine_id in unused(worker, reached & self._failed.keys()):
             del self._failed[engine_id]
             disconnect(worker, engine_id)
             count(Acted.PEER_MET_ANEW)
@@ -142,11 +203,22 @@ def is_of_the_peer(error: BaseException | None) -> bool:
     return type(error).__name__ != "nixlInvalidParamError"
 
 
-def read_failed(worker: _Worker, engine_id: str) -> None:
+def read_failed(worker: _Worker, meta: ReqMeta | None) -> None:
     """Have a worker shake hands anew with an engine, because NIXL could not read from it."""
-    # Made on demand: a test may make a worker without its constructor.
-    renewals: _Renewals = worker.__dict__.setdefault("_renewals", _Renewals(worker))
-    renewals.add(engine_id)
+    if meta is None or meta.remote is None:
+        return
+    if "_renewals" not in vars(worker):  # a test may make a worker without its constructor
+        worker._renewals = _Renewals(worker)
+    worker._renewals.add(meta.remote.engine_id, meta.remote.host, meta.remote.port)
+
+
+def _reach(host: str, port: int) -> None:
+    """Try whether somebody listens where P's side channel is.
+
+    Raises:
+        OSError: Nobody does, or not in time.
+    """
+    create_connection((unbracketed(host), port), REACHED).close()
 
 
 def shakes_hands_anew(start: _Start) -> _Start:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import socket
 import threading
+from concurrent.futures import Future
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,6 +20,7 @@ from tests.support.nixl_worker import (
     lives,
     make_worker,
     nixl_of,
+    peer_port,
     raising,
     receive,
     register_peer,
@@ -25,6 +28,7 @@ from tests.support.nixl_worker import (
     step,
     topology_of,
 )
+from tests.support.reaching import reaching_peers
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
 renewal = pytest.importorskip(
@@ -63,6 +67,11 @@ def ask(worker: NixlConnectorWorker, req_id: str, block: int, **more: Any) -> No
     """One step that asks for a block of a request, and ends what handshakes it began."""
     lives(receive, worker, req_id, local_blocks=[[block]], remote_blocks=[[block]], **more)
     await_handshakes(worker)
+
+
+def read_failed(worker: NixlConnectorWorker, engine_id: str) -> None:
+    remote = SimpleNamespace(engine_id=engine_id, host="127.0.0.1", port=peer_port(engine_id))
+    renewal.read_failed(worker, SimpleNamespace(remote=remote))
 
 
 def removed(nixl: ScriptedNixl) -> list[str]:
@@ -237,7 +246,7 @@ def test_nothing_is_left_of_an_engine_that_is_forgotten() -> None:
     assert worker.engine_id in worker.dst_num_blocks
 
 
-def test_a_p_that_stays_away_costs_each_request_one_handshake() -> None:
+def test_a_p_that_listens_and_does_not_answer_costs_each_request_one_handshake() -> None:
     worker, nixl, peers = connected()
     peers.away = {"P"}
     ask(worker, "bad", 1)
@@ -251,6 +260,116 @@ def test_a_p_that_stays_away_costs_each_request_one_handshake() -> None:
             assert lives(step, worker) == (set(), set())
     assert len(peers.asked) == 4
     assert worker.get_block_ids_with_load_errors() == set(range(1, 6))
+
+
+def test_from_a_p_that_is_away_all_is_read_as_on_stock(caplog: pytest.LogCaptureFixture) -> None:
+    worker, nixl, peers = connected()
+    with reaching_peers(away={peer_port("P")}):
+        nixl.on["transfer"] = raising(BROKEN)
+        for number in range(1, 5):
+            ask(worker, str(number), number)
+            assert lives(step, worker)[1] == {str(number)}
+    assert (removed(nixl), peers.asked) == ([], [])
+    assert caplog.text.count("read from engine P has failed, and nobody listens at 127.0.0.1:") == 1
+    assert "PEER_MET_ANEW" not in taken()
+    ask(worker, "5", 5)  # it is back
+    lives(step, worker)
+    nixl.on.clear()
+    ask(worker, "6", 6)
+    lives(step, worker)
+    nixl.finish(*nixl.in_flight())
+    assert lives(step, worker)[1] == {"6"}
+    assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
+    assert worker.get_block_ids_with_load_errors() == set(range(1, 6))
+
+
+class Trying:
+    """Stands in for the pool: somebody is tried until the test says what comes of it."""
+
+    tried: list[Future[None]]
+
+    def __init__(self, *_: object, **__: object) -> None:
+        Trying.tried = []
+
+    def submit(self, *_: object) -> Future[None]:
+        self.tried.append(Future())
+        return self.tried[-1]
+
+
+def test_only_the_first_receives_wait_until_it_is_known_whether_p_is_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(renewal, "ThreadPoolExecutor", Trying)
+    worker, nixl, peers = connected()
+    for turn in (1, 2):
+        ask(worker, f"bad-{turn}", turn)
+        ask(worker, f"worse-{turn}", turn + 2)
+        nixl.fail(*nixl.in_flight())
+        lives(step, worker)
+        assert len(Trying.tried) == turn, "once for both"
+        before = len(nixl.reads)
+        ask(worker, f"new-{turn}", turn + 4)
+        lives(step, worker)
+        assert len(nixl.reads) - before == turn - 1
+        Trying.tried[-1].set_exception(OSError("no route"))
+        lives(step, worker)
+        assert len(nixl.reads) - before == 1
+        nixl.finish(*nixl.in_flight())
+        assert lives(step, worker)[1] == {f"new-{turn}"}
+    ask(worker, "slow", 7)
+    ask(worker, "bad-3", 8)
+    nixl.fail(nixl.reads[-1])
+    lives(step, worker)
+    Trying.tried[-1].set_result(None)
+    ask(worker, "new-3", 9)  # it is back: what is under way ends first
+    assert nixl.in_flight() == [nixl.reads[-2]]
+    nixl.finish(*nixl.in_flight())
+    for _ in range(2):
+        lives(step, worker)
+        await_handshakes(worker)
+    assert (removed(nixl), peers.asked) == ([agent_name("P", 0)], ["P"])
+    assert worker._renewals._away == set()
+
+
+def test_nobody_is_remembered_as_away_who_is_not_connected() -> None:
+    worker, _, _ = connected()
+    connect(worker, "Q")
+    with reaching_peers(away={peer_port("P")}):
+        read_failed(worker, "P")
+        lives(step, worker)
+    assert worker._renewals._away == {"P"}
+    renewal.disconnect(worker, "P")
+    read_failed(worker, "Q")
+    lives(step, worker)
+    assert worker._renewals._away == set()
+
+
+def test_receives_wait_no_longer_for_a_p_that_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where no name server answers."""
+    clock = [0.0]
+    monkeypatch.setattr(renewal, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(renewal, "ThreadPoolExecutor", Trying)
+    worker, nixl, _ = connected()
+    read_failed(worker, "P")
+    ask(worker, "new", 3)
+    assert nixl.reads == []
+    clock[0] += renewal.PATIENCE
+    lives(step, worker)
+    assert len(nixl.in_flight()) == 1
+    assert removed(nixl) == []
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "[127.0.0.1]", "localhost"])
+def test_whoever_listens_is_reached(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "create_connection", socket.create_connection)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+        assert renewal._reach(host, port) is None
+        accepted, _ = listening.accept()
+        with accepted:
+            assert accepted.recv(1) == b"", "it hangs up"
+    with pytest.raises(ConnectionRefusedError):
+        renewal._reach(host, port)
 
 
 @pytest.mark.parametrize("call", ["make_prepped_xfer", "transfer"])
@@ -353,7 +472,7 @@ def test_only_what_is_read_from_a_failed_engine_waits(
 ) -> None:
     worker, _, _ = connected()
     ask(worker, "slow", 1)
-    renewal.read_failed(worker, "P")
+    read_failed(worker, "P")
     remote = engine_id and SimpleNamespace(engine_id=engine_id)
     asked = {"asked": SimpleNamespace(local_block_ids=blocks, remote=remote)}
     metadata = SimpleNamespace(reqs_to_recv=asked)
@@ -403,7 +522,7 @@ def test_a_peer_that_calls_itself_as_we_do_is_not_disconnected() -> None:
     worker = make_worker()
     with worker._handshake_lock:
         worker._remote_agents[worker.engine_id] = {0: "itself"}
-    renewal.read_failed(worker, worker.engine_id)
+    read_failed(worker, worker.engine_id)
     lives(worker.start_load_kv, NixlConnectorMetadata())
     with worker._handshake_lock:
         assert worker._remote_agents.pop(worker.engine_id) == {0: "itself"}
@@ -413,7 +532,7 @@ def test_a_peer_that_calls_itself_as_we_do_is_not_disconnected() -> None:
 
 def test_an_engine_that_vllm_has_evicted_meanwhile_is_let_go() -> None:
     worker, nixl, peers = connected()
-    renewal.read_failed(worker, "P")
+    read_failed(worker, "P")
     renewal.disconnect(worker, "P")
     ask(worker, "d", 1)
     lives(step, worker)
@@ -424,7 +543,7 @@ def test_an_engine_that_vllm_has_evicted_meanwhile_is_let_go() -> None:
 
 def test_what_failed_before_a_handshake_says_nothing_about_what_came_of_it() -> None:
     worker = make_worker()
-    renewal.read_failed(worker, "P")
+    read_failed(worker, "P")
     connect(worker, "P")
     ask(worker, "d", 1)
     assert removed(nixl_of(worker)) == []
