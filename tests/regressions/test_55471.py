@@ -82,8 +82,8 @@ def lose(worker: NixlConnectorWorker, req_id: str = "lost") -> set[str]:
 
 
 def go_on(worker: NixlConnectorWorker) -> None:
-    """Steps in which nothing is asked for, until D has let P's agent go, or for half a second."""
-    for _ in range(50):
+    """Steps in which nothing is asked for, until D has let P's agent go, or for a second."""
+    for _ in range(100):
         step(worker)
         if nixl_of(worker).called("remove_remote_agent"):
             break

@@ -25,9 +25,8 @@ if TYPE_CHECKING:
 def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     """Put a request that found no room behind those that hold blocks, if it holds none itself.
 
-    So are those right behind it that hold none either, in their order, and nobody else comes in
-    front of them. But first all whose receives have failed give up what they received into: that
-    may be the room.
+    So are others in front of these that hold none either, in their order. But first all whose
+    receives have failed give up what they received into: that may be the room.
 
     By priority no queue has places: there they wait with those that hold none. Not while the
     scheduler is paused, which is until its queues of holders and of running requests are empty.
@@ -45,15 +44,14 @@ def lets_holders_run(scheduler: Scheduler, request: Request) -> bool:
     if _failed_ones_give_up_blocks(scheduler, holders):
         return True
     order = list(holders)
-    places = [place for place, one in enumerate(order) if _holds_blocks(one)]
-    if not places:
+    last = max((n for n, one in enumerate(order, 1) if _holds_blocks(one)), default=0)
+    moved = [one for one in order[:last] if not _holds_blocks(one)]
+    if not moved:
         return False
-    moved = order[: places[0]]
     if isinstance(holders, FCFSRequestQueue):
-        for _ in moved:
-            holders.popleft()
-        for place, one in enumerate(moved, start=places[-1] + 1 - len(moved)):
-            holders.insert(place, one)
+        holding = [one for one in order[:last] if _holds_blocks(one)]
+        holders.clear()
+        holders.extend([*holding, *moved, *order[last:]])
     elif scheduler._pause_state == PauseState.UNPAUSED:
         holders.remove_requests(moved)
         for one in reversed(moved):

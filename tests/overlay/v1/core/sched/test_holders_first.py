@@ -75,12 +75,12 @@ def test_who_has_lost_its_blocks_waits_behind_those_that_hold_some(queue: str) -
     assert asked._inflight_prefills == {holder, new}
 
 
-def test_nobody_else_comes_in_front_of_those_that_hold_none() -> None:
+def test_those_that_hold_none_stay_in_their_order() -> None:
     first, second, holder, third, last, fourth = (request(n) for n in (0, 0, 1, 0, 1, 0))
     asked = scheduler([first, second, holder, third, last, fourth], [])
     assert module.lets_holders_run(asked, first) is True
-    assert list(asked.kv_holding_waiting) == [holder, third, last, first, second, fourth]
-    assert asked._inflight_prefills == {holder, third, last, fourth}
+    assert list(asked.kv_holding_waiting) == [holder, last, first, second, third, fourth]
+    assert asked._inflight_prefills == {holder, last, fourth}
 
 
 def by_priority(*holders: Any, **more: Any) -> Any:  # noqa: ANN401

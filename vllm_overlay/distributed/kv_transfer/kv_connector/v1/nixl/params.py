@@ -20,9 +20,9 @@ has must not start a million of them."""
 MAX_BLOCK_ID = 2**31 - 1
 """Block numbers are 32-bit in vLLM's block tables."""
 
-MAX_DEPTH = 500
-"""Levels of lists and objects inside a field. Python's limit has vLLM's encoder raise at some 800,
-with a server's stack above it; other connectors than NIXL may have a use for what is deep."""
+MAX_DEPTH = 300
+"""Levels of lists and objects inside a field. Other connectors than NIXL may have a use for what is
+deep, but where vLLM copies or pickles it, Python 3.11 gives up at less than 480."""
 
 MAX_SHOWN = 200
 """Characters that are shown of what a client chose."""

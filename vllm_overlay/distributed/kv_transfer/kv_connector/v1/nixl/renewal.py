@@ -32,7 +32,7 @@ A read that failed says nothing about how many handshakes will be of use: there 
 receive that finds the engine forgotten, as on stock for one that was never connected. Nothing is
 tried again by itself. Each rank of D decides for itself, by its own reads.
 
-Everything runs on the worker's main thread.
+Everything else runs on the worker's main thread.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ a handshake, and well within the leases of P, 30 s and more."""
 REACHED = 1.0
 """Seconds in which an address of P has to accept a connection."""
 
-AT_ONCE = 4
-"""Engines that are tried at a time."""
+AT_ONCE = 16
+"""Engines that are tried at a time; of more, one is tried when the next read from it fails."""
 
 _Worker = Any
 """`NixlConnectorWorker`; from 0.24.0 on `NixlPullConnectorWorker`."""
@@ -102,11 +102,17 @@ class _Renewals:
 
     def add(self, engine_id: str, host: str, port: int) -> None:
         # A peer may call itself as we do: then the tables are those of our own memory, too.
-        connected = engine_id in self._worker._remote_agents
-        if connected and engine_id != self._worker.engine_id and engine_id not in self._failed:
+        connected = engine_id in self._worker._remote_agents and engine_id != self._worker.engine_id
+        if not connected or engine_id in self._failed:
+            return
+        if sum(not one.reached.done() for one in self._failed.values()) >= AT_ONCE:
+            return
+        try:
             reached = self._executor.submit(_reach, host, port)
-            until, address = time.monotonic() + PATIENCE, printable(f"{host}:{port}")
-            self._failed[engine_id] = _Failed(until, address, reached)
+        except RuntimeError:  # there is no thread to be had
+            return
+        until, address = time.monotonic() + PATIENCE, printable(f"{host}:{port}")
+        self._failed[engine_id] = _Failed(until, address, reached)
 
     def advance(self, metadata: NixlConnectorMetadata) -> None:
         """Forget the engines that can be forgotten; let receives of the others wait."""

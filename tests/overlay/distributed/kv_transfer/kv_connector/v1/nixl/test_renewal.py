@@ -331,6 +331,32 @@ def test_only_the_first_receives_wait_until_it_is_known_whether_p_is_away(
     assert worker._renewals._away == set()
 
 
+@pytest.mark.parametrize("more", [0, 1])
+def test_so_many_are_tried_at_a_time(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renewal, "ThreadPoolExecutor", Trying)
+    monkeypatch.setattr(renewal, "AT_ONCE", 2)
+    worker, _, _ = connected()
+    for engine_id in "QR":
+        connect(worker, engine_id)
+    for engine_id in "PQ":
+        read_failed(worker, engine_id)
+    for tried in Trying.tried[:more]:
+        tried.set_result(None)
+    read_failed(worker, "R")
+    assert len(Trying.tried) == 2 + more
+
+
+def test_without_another_thread_all_is_as_on_stock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Trying, "submit", raising(RuntimeError("can't start new thread")))
+    monkeypatch.setattr(renewal, "ThreadPoolExecutor", Trying)
+    worker, nixl, peers = connected()
+    for number in (1, 2):
+        ask(worker, str(number), number)
+        nixl.fail(*nixl.in_flight())
+        assert lives(step, worker)[1] == {str(number)}
+    assert (len(nixl.reads), removed(nixl), peers.asked) == (2, [], [])
+
+
 def test_nobody_is_remembered_as_away_who_is_not_connected() -> None:
     worker, _, _ = connected()
     connect(worker, "Q")
