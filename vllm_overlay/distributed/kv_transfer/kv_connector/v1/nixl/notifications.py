@@ -235,9 +235,12 @@ class Notifications:
     def _ask(self, key: tuple[str, str], meta: ReqMeta) -> _Heard:
         assert meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         heard = self._here.heard = _Heard()
-        heard.result = self._worker._nixl_handshake(
-            meta.remote.host, meta.remote.port, meta.tp_size, key[0], *_sizes(meta)
-        )
+        try:
+            heard.result = self._worker._nixl_handshake(
+                meta.remote.host, meta.remote.port, meta.tp_size, key[0], *_sizes(meta)
+            )
+        finally:
+            self._here.heard = None
         heard.deadline = time.monotonic() + PATIENCE
         return heard
 
