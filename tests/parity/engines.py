@@ -36,6 +36,7 @@ from tests.support.nixl_release import GET_META_MSG, NixlAgentMetadata
 from tests.support.nixl_worker import (
     STAGES,
     EngineDiedError,
+    await_handshakes,
     connect,
     hold,
     make_worker,
@@ -44,6 +45,7 @@ from tests.support.nixl_worker import (
     register_peer,
     script_handshake,
     sent,
+    step,
 )
 from tests.support.overlapped_engine import OverlappedEngine
 from tests.support.ray_actors import HOST, Node, actors, announced, nixl_part
@@ -473,6 +475,36 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
 
 
 # ---------------------------------------------------------------- failed reads, clients that leave
+
+
+@scenario()
+def a_p_that_is_gone_keeps_no_other_waiting() -> Observed:
+    """D is connected with it. What is read from it fails, and nobody shakes hands with it."""
+    worker = make_worker()
+    connect(worker, "P")
+    nixl, asked = nixl_of(worker), []
+
+    def answer(engine_id: str, tp_size: int) -> dict[Any, str]:
+        asked.append(engine_id)
+        return register_peer(worker, engine_id, tp_size)
+
+    script_handshake(worker, answer)
+    reported = []
+    for number in range(1, 5):
+        receive(worker, f"of P {number}", local_blocks=[[number]], remote_blocks=[[number]])
+        for _ in range(200):
+            nixl.fail(*nixl.in_flight())
+            if received := step(worker)[1]:
+                break
+            time.sleep(0.01)  # where P is tried, on another thread
+        reported += sorted(received)
+    receive(worker, "of Q", local_blocks=[[5]], remote_blocks=[[5]], engine_id="Q")
+    await_handshakes(worker)
+    step(worker)
+    nixl.finish(*nixl.in_flight())
+    reported += sorted(step(worker)[1])
+    lost = sorted(worker.get_block_ids_with_load_errors())
+    return {"reported": reported, "lost": lost, "asked": asked, "reads": len(nixl.reads)}
 
 
 def _leaves_while_its_read_fails(
