@@ -477,6 +477,21 @@ def a_handshake_fails_and_the_prompt_is_computed() -> Observed:
 # ---------------------------------------------------------------- failed reads, clients that leave
 
 
+@scenario("one rank", "two ranks")
+def p_hears_of_a_request_that_failed_with_its_read(ranks: str) -> Observed:
+    """Its client was answered with 500: another D may be asked for the same, and P keeps it."""
+    count = ["one rank", "two ranks"].index(ranks) + 1
+    worker = make_worker(policy="fail")
+    connect(worker, "P", tp_size=count)
+    nixl = nixl_of(worker)
+    receive(worker, tp_size=count)
+    nixl.fail(nixl.reads[0])
+    nixl.finish(*nixl.in_flight())
+    received = [sorted(step(worker)[1]) for _ in range(3)]
+    told = {agent: [word.decode() for word in words] for agent, words in nixl.heard.items()}
+    return {"received": received, "told": {name: told[name] for name in sorted(told) if told[name]}}
+
+
 @scenario()
 def a_p_that_is_gone_keeps_no_other_waiting() -> Observed:
     """D is connected with it. What is read from it fails, and nobody shakes hands with it."""

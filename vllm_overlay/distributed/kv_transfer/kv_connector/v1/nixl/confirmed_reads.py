@@ -9,7 +9,8 @@ until it knows that this was in time (`read_check`). What was not is a failed re
 Where a P announces nothing (stock, or told not to) all is as on stock, and D says so once for each.
 So it is where not all of an engine's workers report to its scheduler: a P announces nothing before
 they have, and a D asks nothing. (Up to 0.19.1 the second model runner makes no report, and that of
-some plugins drops those of pipeline stages.)
+some plugins drops those of pipeline stages.) And so it is with a P that has never answered: D's
+scheduler may be where only its workers can reach P.
 `"confirm_reads": false` in `kv_connector_extra_config` turns it off, on either side.
 """
 
@@ -100,6 +101,7 @@ class ConfirmedReads:
         self._reads: dict[str, _Read] = {}  # by request
         self._readers: dict[str, _Read] = {}
         self._unsigned: list[_Read] = []
+        self._answers: dict[Peer, bool] = {}  # whether it has, of those that were waited for
         self._unconfirmed: set[str] = set()
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
@@ -194,6 +196,12 @@ class ConfirmedReads:
         for reply in self.questions.replies():
             if (read := self._readers.get(reply.reader)) is not None:
                 read.check.hears(reply.asked, reply.answer)
+                self._note(read.peer, answers=True)
+
+    def _note(self, peer: Peer, *, answers: bool) -> None:
+        if len(self._answers) == MAX_NAMED and peer not in self._answers:
+            del self._answers[next(iter(self._answers))]
+        self._answers[peer] = answers
 
     def _take(self, report: KVConnectorOutput) -> None:
         """Note which reads are over, and which have failed anyhow."""
@@ -213,6 +221,12 @@ class ConfirmedReads:
             return Verdict.USE  # nobody will: it is known to be bad, or not wanted any more
         time = now()
         verdict = read.check.verdict(time)
+        answers = self._answers.get(read.peer)
+        if not answers and (verdict is Verdict.REFUSE or answers is False):
+            self._note(read.peer, answers=False)
+            where = printable(f"at {read.peer.host}:{read.peer.port}")
+            self._say_unconfirmed(where, "it has answered no question")
+            return Verdict.USE
         if verdict is Verdict.ASK:
             read.check.asks(time)
             self._ask(read, time)

@@ -28,6 +28,9 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker impor
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.base_worker import (
     tell as tell,  # a hook takes it from here
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.failure_policy import (
+    computes_what_is_lost,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.inbox import (
     notifications as notifications,  # a hook takes it from here
 )
@@ -185,7 +188,7 @@ class TellsUnreadRanks(NixlBaseConnectorWorker):
             if req_id not in results.failed_recving:
                 continue
             count(Acted.RECEIVE_FAILED)
-            if reads is not None:
+            if reads is not None and computes_what_is_lost(self):
                 self._tell(req_id, reads)
         return results
 

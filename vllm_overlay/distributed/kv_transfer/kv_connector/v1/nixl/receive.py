@@ -46,6 +46,9 @@ from vllm.logger import init_logger
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import inbox
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.failure_policy import (
+    computes_what_is_lost,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal import (
     is_of_the_peer,
     read_failed,
@@ -505,6 +508,8 @@ class ToldReceives(GuardedReceives):
 
     def _report(self, req_id: ReqId, failed: FailedReceive) -> None:
         super()._report(req_id, failed)
+        if not computes_what_is_lost(self._worker):
+            return
         assert failed.meta.remote is not None  # noqa: S101 - for mypy: a receive has a remote
         text = f"{failed.meta.remote.request_id}:{self._readers(failed.meta.remote.engine_id)}"
         # A client may have made up an id that is no text; P does not know it anyhow.

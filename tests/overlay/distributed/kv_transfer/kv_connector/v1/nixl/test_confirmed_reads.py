@@ -213,13 +213,47 @@ def test_a_read_may_be_heard_of_before_it_is_asked_for(p: PrefillServer) -> None
     assert used(end(d), "overtaken")
 
 
+def test_what_is_read_from_a_p_that_has_never_answered_is_used_as_on_stock(
+    p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """D's scheduler cannot reach it, and its workers can. The first read waits for an answer."""
+    monkeypatch.setattr(read_check, "PATIENCE", 0.3)
+    monkeypatch.setattr(module, "unconfirmed", BoundedLog(module.logger))
+    offers = [p.prefill(f"at-p-{n}", [n, *PROMPT]) for n in range(3)]
+    p.leave_unanswered()
+    d = decode_server()
+    begin(d, offers[0], "0")
+    assert not any(step.finished for step in end(d, 0.1)), "it may still answer"
+    assert used(end(d), "0")
+    begin(d, offers[1], "1")
+    assert used(end(d, 0.1), "1"), "at once"
+    where = f"127.0.0.1:{offers[0]['remote_port']}"
+    said = f"Reads from engine at {where} are unconfirmed: it has answered no question."
+    assert caplog.text.count(said) == 1
+    assert taken() == {"PEER_UNCONFIRMED": 1}
+    p.answer_again()
+    begin(d, offers[2], "2")
+    reads = confirmed_reads(d.part)
+    assert reads is not None
+    for _ in range(500):
+        d.step()
+        if reads._answers[next(iter(reads._answers))]:
+            break
+        time.sleep(0.01)
+    assert [*reads._answers.values()] == [True]
+    assert used(end(d), "2")
+
+
 def test_a_silent_p_has_not_confirmed(
     p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(read_check, "PATIENCE", 0.1)
     offer, other = p.prefill("at-p", PROMPT), p.prefill("other", [7, *PROMPT])
-    p.leave()
     d = decode_server()
+    d.send("first", [8, *PROMPT], p.prefill("first", [8, *PROMPT]))
+    d.step()
+    assert used(end(d), "first")
+    p.leave()
     d.send("s", [7, *PROMPT], other)
     begin(d, offer)
     steps = end(d)
