@@ -6,7 +6,8 @@
 - a receive is reported once, a request ends once, and every request ends;
 - NIXL's handles are used as NIXL allows;
 - blocks that nobody will read are given back without waiting for the lease, unless the word was
-  lost with a connection or nobody knew of them; and when the lease is over at the latest;
+  lost with a connection or nobody knew of them; and when the lease is over at the latest, as where
+  D cannot read them and answers with an error;
 - when all is over, no block is held, no handle kept, and no table names a request.
 """
 
@@ -113,7 +114,7 @@ def settling(world: World) -> Iterator[FoundError]:
     held = {
         req_id: job
         for job in world.jobs.values()
-        if job.p in world.engines and job.over and not job.excused
+        if job.p in world.engines and job.over and not job.excused and not _asked_again(world, job)
         for req_id in [job.prefill_id]
         if world.engines[job.p].blocks_of(req_id)
     }
@@ -156,6 +157,13 @@ def _drain(world: World) -> None:
         world.round(0.05)
         if not any(engine.busy for engine in world.engines.values()):
             return
+
+
+def _asked_again(world: World, job: Job) -> bool:
+    """Whether the client may ask another D, which is to find the blocks: after a 500."""
+    if not job.d or world.shapes[job.d].policy != "fail":
+        return False
+    return any(why == "error" or req_id in world.failed for req_id, why in job.readers.items())
 
 
 def _why_held(job: Job) -> str:

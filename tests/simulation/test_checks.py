@@ -250,6 +250,14 @@ def test_blocks_that_nobody_will_read(world: World) -> None:
         settle(world)
 
 
+def test_another_d_may_be_asked_for_what_ended_with_an_error(stage: Stage) -> None:
+    world = World(Setting(decode=(Shape(policy="fail"),)), stage)
+    reading(world)
+    world.apply(("fail", 0, 0))
+    settle(world)
+    assert [*world.jobs[0].readers.values()] == ["error"]
+
+
 def test_a_lease_ends_where_the_word_was_lost(world: World) -> None:
     reading(world)
     world.apply(("cut", "P0", "D0"))
