@@ -102,6 +102,7 @@ class ConfirmedReads:
         self._readers: dict[str, _Read] = {}
         self._unsigned: list[_Read] = []
         self._answers: dict[Peer, bool] = {}  # whether it has, of those that were waited for
+        self._unheard: dict[str, Peer] = {}  # by reader, of what was used without an answer
         self._unconfirmed: set[str] = set()
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
@@ -197,11 +198,15 @@ class ConfirmedReads:
             if (read := self._readers.get(reply.reader)) is not None:
                 read.check.hears(reply.asked, reply.answer)
                 self._note(read.peer, answers=True)
+            elif (peer := self._unheard.pop(reply.reader, None)) is not None:
+                self._note(peer, answers=True)
 
     def _note(self, peer: Peer, *, answers: bool) -> None:
-        if len(self._answers) == MAX_NAMED and peer not in self._answers:
-            del self._answers[next(iter(self._answers))]
+        """Remember of a peer whether it has answered: of the last ones."""
+        self._answers.pop(peer, None)
         self._answers[peer] = answers
+        if len(self._answers) > MAX_NAMED:
+            del self._answers[next(iter(self._answers))]
 
     def _take(self, report: KVConnectorOutput) -> None:
         """Note which reads are over, and which have failed anyhow."""
@@ -221,11 +226,9 @@ class ConfirmedReads:
             return Verdict.USE  # nobody will: it is known to be bad, or not wanted any more
         time = now()
         verdict = read.check.verdict(time)
-        answers = self._answers.get(read.peer)
-        if not answers and (verdict is Verdict.REFUSE or answers is False):
-            self._note(read.peer, answers=False)
-            where = printable(f"at {read.peer.host}:{read.peer.port}")
-            self._say_unconfirmed(where, "it has answered no question")
+        answers = read.check.is_answered or self._answers.get(read.peer)
+        if not answers and (verdict is Verdict.REFUSE or answers is not None):
+            self._use_unheard(read)
             return Verdict.USE
         if verdict is Verdict.ASK:
             read.check.asks(time)
@@ -240,6 +243,15 @@ class ConfirmedReads:
                 read.peer.port,
             )
         return verdict
+
+    def _use_unheard(self, read: _Read) -> None:
+        """Note that a read is used although P has never answered, until it does."""
+        self._note(read.peer, answers=False)
+        self._unheard[read.reader] = read.peer
+        if len(self._unheard) > MAX_NAMED:
+            del self._unheard[next(iter(self._unheard))]
+        where = printable(f"at {read.peer.host}:{read.peer.port}")
+        self._say_unconfirmed(where, "it has answered no question")
 
     def _ask(self, read: _Read, time: float) -> None:
         question = Question(read.token, read.reader, frozenset(self.agents), time)

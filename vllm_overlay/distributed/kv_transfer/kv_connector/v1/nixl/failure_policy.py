@@ -8,9 +8,16 @@ another D, with the same `kv_transfer_params`: that one is to find them.
 
 from __future__ import annotations
 
+from vllm.distributed.kv_transfer import get_kv_transfer_group, has_kv_transfer_group
+
 
 def computes_what_is_lost(worker: object) -> bool:
-    """Return whether a D's worker belongs to an engine that computes what could not be read."""
+    """Return whether a D's worker belongs to an engine that computes what could not be read.
+
+    The scheduler goes by the engine's policy. One of several connectors has a configuration of its
+    own, with another, or none.
+    """
+    outer = get_kv_transfer_group() if has_kv_transfer_group() else None
     # A test may make a worker without its constructor.
-    config = getattr(worker, "kv_transfer_config", None)
+    config = getattr(outer, "_kv_transfer_config", getattr(worker, "kv_transfer_config", None))
     return getattr(config, "kv_load_failure_policy", "fail") == "recompute"

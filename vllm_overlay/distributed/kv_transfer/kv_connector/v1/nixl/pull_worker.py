@@ -157,6 +157,8 @@ class _Reads(NamedTuple):
 class TellsUnreadRanks(NixlBaseConnectorWorker):
     """A base for `NixlPullConnectorWorker`: after a failed receive, P's ranks that wait are told.
 
+    Where D computes what it could not read (`failure_policy`); else nobody is told, as on stock.
+
     Each once, and only those that nobody has told: P counts its readers, and one word too many
     would free blocks that another rank of ours still reads.
     """

@@ -39,6 +39,9 @@ class ReadCheck:
 
     Answers may come late, twice and in any order. Of two events of the same time nobody knows which
     was first.
+
+    Attributes:
+        is_answered: Whether there was an answer, of any kind.
     """
 
     def __init__(self, asked: float) -> None:
@@ -49,6 +52,7 @@ class ReadCheck:
         self._gone = False
         self._confirmed = False
         self._ended: float | None = None
+        self.is_answered = False
 
     def ends(self, now: float) -> None:
         """Hear that the read is over; the first time counts."""
@@ -63,6 +67,7 @@ class ReadCheck:
 
     def hears(self, asked: float, answer: Answer) -> None:
         """Take the answer to the question that was asked at `asked`."""
+        self.is_answered = True
         if asked == self._asked:
             self._asked = None
         if answer.standing is Standing.GONE:

@@ -455,6 +455,7 @@ class GuardedReceives(AwaitedReceives):
 class ToldReceives(GuardedReceives):
     """K08: P's ranks that nobody will read from any more are told so, once, and free the blocks.
 
+    Where D computes what it could not read (`failure_policy`); else nobody is told, as on stock.
     A rank whose read completed heard of it from NIXL, together with the data. Being told twice
     would be worse than not at all: P counts its readers, and would free blocks that another rank
     of ours still reads.

@@ -41,7 +41,11 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import 
     WorkerReport,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_book import Answer, Standing
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import Question
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions import (
+    Peer,
+    Question,
+    Reply,
+)
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = list(range(40))
@@ -231,17 +235,56 @@ def test_what_is_read_from_a_p_that_has_never_answered_is_used_as_on_stock(
     said = f"Reads from engine at {where} are unconfirmed: it has answered no question."
     assert caplog.text.count(said) == 1
     assert taken() == {"PEER_UNCONFIRMED": 1}
-    p.answer_again()
-    begin(d, offers[2], "2")
     reads = confirmed_reads(d.part)
     assert reads is not None
+    assert [*reads._answers.values()] == [False]
+    p.answer_again()  # what was asked meanwhile, about reads that are forgotten
+    begin(d, offers[2], "2")
     for _ in range(500):
         d.step()
-        if reads._answers[next(iter(reads._answers))]:
+        if True in reads._answers.values():
             break
         time.sleep(0.01)
-    assert [*reads._answers.values()] == [True]
     assert used(end(d), "2")
+    assert [*reads._answers.values()] == [True]
+
+
+def test_an_answer_that_comes_too_late_for_its_read_counts_for_the_next() -> None:
+    reads = ConfirmedReads(1)
+    reads.agents.add("D/0")
+    peer = Peer("127.0.0.1", 1)
+    reads._use_unheard(SimpleNamespace(reader="late", peer=peer))  # type: ignore[arg-type]
+    held = Answer(Standing.HELD, 1.0)
+    replies = [Reply("unknown", 0.0, held), Reply("late", 0.0, held)]
+    reads.questions.replies = lambda: iter(replies)  # type: ignore[method-assign]
+    reads._take_replies()
+    assert reads._answers == {peer: True}
+    assert reads._unheard == {}
+
+
+def test_of_peers_the_last_ones_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_NAMED", 2)
+    reads = ConfirmedReads(1)
+    for port in (1, 2, 1, 3):
+        read: Any = SimpleNamespace(reader=str(port), peer=Peer("127.0.0.1", port))
+        reads._use_unheard(read)
+    assert [peer.port for peer in reads._answers] == [1, 3]
+    assert len(reads._unheard) == 2
+
+
+def test_what_p_has_answered_about_is_not_used_because_it_is_silent_then(
+    p: PrefillServer, asked: list[Question], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even if that it did is forgotten."""
+    monkeypatch.setattr(read_check, "PATIENCE", 0.1)
+    offer, d = p.prefill("at-p", PROMPT), decode_server()
+    p.leave_unanswered()
+    begin(d, offer)
+    reads = confirmed_reads(d.part)
+    assert reads is not None
+    reads._reads["r"].check.hears(asked[0].asked, Answer(Standing.HELD, 0.0))
+    assert not used(end(d))
+    assert taken() == {"READ_REFUSED": 1}
 
 
 def test_a_silent_p_has_not_confirmed(
