@@ -42,6 +42,7 @@ MODULES = (
     "connectors",
     "groups",
     "engines",
+    "plugins",
     "wire",
 )
 """In this order; what both sides wait for each other in comes last."""

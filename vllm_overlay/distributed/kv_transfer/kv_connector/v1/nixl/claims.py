@@ -7,6 +7,10 @@ or a router may send them again, after a refusal, a lost connection, an aborted 
 blocks hold another prompt. So the engine core remembers for which of its requests the blocks of
 each of the peer's requests are; whoever comes later computes its prompt.
 
+A receive that fails may leave them where they are, and where its failure is the client's to mend
+(`kv_load_failure_policy` "fail") the same request may come again to read them: such a claim is
+given back.
+
 The claim is made when a request is added to the scheduler, which one thread does, one request
 after the other. A stand-in for a refused request (`vllm_overlay.v1.engine.stand_in`) is such a
 request: it claims what it then gives up.
@@ -30,7 +34,11 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     printable,
     without_unread,
 )
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import connectors_in
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
+    connectors_in,
+    loader_of,
+)
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import reads_back
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
@@ -57,7 +65,12 @@ class Source(NamedTuple):
 
 def source_of(params: object) -> Source | None:
     """Whose blocks these `kv_transfer_params` ask for; None if they ask for nobody's."""
-    if not isinstance(params, dict) or not asks_for_blocks(params):
+    return _source_in(params) if isinstance(params, dict) and asks_for_blocks(params) else None
+
+
+def _source_in(params: object) -> Source | None:
+    """Whose blocks these are about, though NIXL takes the role out of them as it starts to read."""
+    if not isinstance(params, dict):
         return None
     engine_id, request_id = params.get("remote_engine_id"), params.get("remote_request_id")
     if not isinstance(engine_id, str) or not isinstance(request_id, str):
@@ -108,6 +121,12 @@ class Claims:
         self._claims[key] = (name, now)
         return Claim.GRANTED
 
+    def give_back(self, source: Source, claimant: str) -> None:
+        """Let the next that asks have the blocks of `source`, if they are this claimant's."""
+        key = _digest(*source)
+        if self._claims.get(key, (b"",))[0] == _digest(claimant):
+            del self._claims[key]
+
 
 def _digest(*ids: str) -> bytes:
     """Clients choose ids, of any length; what is kept of them has a fixed one."""
@@ -135,8 +154,13 @@ class ClaimsBlocks:
 
 
 def claiming_connector(connector: KVConnectorBase_V1 | None) -> ClaimsBlocks | None:
-    """The connector, or the first of several in one, that has claims."""
-    return next((c for c in connectors_in(connector) if isinstance(c, ClaimsBlocks)), None)
+    """The connector, or the first of several in one, that has claims.
+
+    A plugin's has none, though it is derived from one: Dynamo's has the `n` samples of a prompt
+    read the blocks of one request, and tells P how many they are.
+    """
+    among = (one for one in connectors_in(connector) if isinstance(one, ClaimsBlocks))
+    return next((one for one in among if not is_plugins(type(one))), None)
 
 
 def claim_offered(scheduler: Scheduler, request: Request) -> None:
@@ -182,16 +206,22 @@ def may_release(scheduler: Scheduler, source: Source, claimant: str) -> bool:
         return False
     # Where a claim may be missing, whoever still waits or reads is asked himself.
     return connector.claims.complete or not any(
-        _names(request.kv_transfer_params, source) for request in scheduler.requests.values()
+        _source_in(request.kv_transfer_params) == source for request in scheduler.requests.values()
     )
 
 
-def _names(params: object, source: Source) -> bool:
-    """Whether these are a reader's parameters; NIXL takes the role out of them as it starts."""
-    return isinstance(params, dict) and source == (
-        params.get("remote_engine_id"),
-        params.get("remote_request_id"),
-    )
+def give_back_unread(scheduler: Scheduler, request: Request) -> None:
+    """Give back the claim of a request whose receive over NIXL has failed, and which ends by that.
+
+    P may have the blocks still: nobody has told it that they will not be read. (`request_finished`
+    does so for what has not begun to be received.)
+    """
+    connector = claiming_connector(scheduler.connector)
+    if connector is None or loader_of(scheduler, request) is not connector:
+        return
+    source = _source_in(request.kv_transfer_params)
+    if source is not None:
+        connector.claims.give_back(source, request.request_id)
 
 
 def _without_offer(params: Any) -> dict[str, Any] | None:  # noqa: ANN401 - a checked dict

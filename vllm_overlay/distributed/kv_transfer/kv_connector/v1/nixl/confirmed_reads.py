@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import chain
 from itertools import count as count_up
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 from vllm.v1.outputs import KVConnectorOutput
@@ -57,7 +57,7 @@ FIELD = "remote_lease"
 """Of `kv_transfer_params`: the token of the lease on the blocks that they name."""
 
 MAX_NAMED = 2**10
-"""Peers of which it is remembered that their reads are unconfirmed, so that it is said once."""
+"""Peers of which something is remembered: whether they answer, that their reads are unconfirmed."""
 
 MAX_UNSIGNED = 2**10
 """Reads that are begun before the workers' first report."""
@@ -66,6 +66,9 @@ _Part = Any
 """NIXL's part of a scheduler: `NixlConnectorScheduler`, from 0.24.0 on the one that pulls."""
 
 _Method = Callable[..., Any]
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 
 
 @dataclass
@@ -190,23 +193,15 @@ class ConfirmedReads:
                 self._ask(read, time)
             else:
                 self._forget(read.req_id)
-                where = printable(f"at {read.peer.host}:{read.peer.port}")
-                self._say_unconfirmed(where, "not all workers of this one report")
+                self._say_unconfirmed(_where(read.peer), "not all workers of this one report")
 
     def _take_replies(self) -> None:
         for reply in self.questions.replies():
             if (read := self._readers.get(reply.reader)) is not None:
                 read.check.hears(reply.asked, reply.answer)
-                self._note(read.peer, answers=True)
+                _put_last(self._answers, read.peer, True)
             elif (peer := self._unheard.pop(reply.reader, None)) is not None:
-                self._note(peer, answers=True)
-
-    def _note(self, peer: Peer, *, answers: bool) -> None:
-        """Remember of a peer whether it has answered: of the last ones."""
-        self._answers.pop(peer, None)
-        self._answers[peer] = answers
-        if len(self._answers) > MAX_NAMED:
-            del self._answers[next(iter(self._answers))]
+                _put_last(self._answers, peer, True)
 
     def _take(self, report: KVConnectorOutput) -> None:
         """Note which reads are over, and which have failed anyhow."""
@@ -246,12 +241,9 @@ class ConfirmedReads:
 
     def _use_unheard(self, read: _Read) -> None:
         """Note that a read is used although P has never answered, until it does."""
-        self._note(read.peer, answers=False)
-        self._unheard[read.reader] = read.peer
-        if len(self._unheard) > MAX_NAMED:
-            del self._unheard[next(iter(self._unheard))]
-        where = printable(f"at {read.peer.host}:{read.peer.port}")
-        self._say_unconfirmed(where, "it has answered no question")
+        _put_last(self._answers, read.peer, False)
+        _put_last(self._unheard, read.reader, read.peer)
+        self._say_unconfirmed(_where(read.peer), "it has answered no question")
 
     def _ask(self, read: _Read, time: float) -> None:
         question = Question(read.token, read.reader, frozenset(self.agents), time)
@@ -275,6 +267,18 @@ class ConfirmedReads:
             engine,
             why,
         )
+
+
+def _put_last(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:
+    """Enter what is known of a key as the newest, of the `MAX_NAMED` that are kept."""
+    known.pop(key, None)
+    known[key] = value
+    if len(known) > MAX_NAMED:
+        del known[next(iter(known))]
+
+
+def _where(peer: Peer) -> str:
+    return printable(f"at {peer.host}:{peer.port}")
 
 
 def _said(said: object) -> WorkerReport | None:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -151,7 +152,10 @@ def disconnect(worker: _Worker, engine_id: str) -> None:
 
     NIXL must have nothing under way with it, nor be loading agents in another thread.
     """
+    cleanup: Any = getattr(worker, "_cleanup_remote_engine", None)  # from 0.24.0 on
     with worker._handshake_lock:
+        if is_plugins(cleanup):  # it may have tables of its own
+            _give_back(functools.partial(cleanup, log_eviction=False), engine_id)
         agents = worker._remote_agents.pop(engine_id, {})
         addresses = vars(worker).get("_engine_by_address", {})
         for address in [where for where, who in addresses.items() if who == engine_id]:

@@ -178,8 +178,8 @@ class LeaseBook:
                 read = _all_are_of(self._read.get(token, ()), agents)
                 return Answer(Standing.READ, 0.0) if read else _GONE
             now = self._clock()
-            if lease.expired:
-                return _GONE
+            if lease.expired:  # not at all of the workers, or the lease would not be here
+                return Answer(Standing.HELD, 0.0)
             if lease.ended and lease.reader != reader:
                 return Answer(Standing.READ, 0.0) if lease.is_read_by(agents) else _GONE
             if lease.reader in (None, reader):

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         ReqId,
         TransferHandle,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
     from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.receive import (
         GuardedReceives,
@@ -101,17 +102,24 @@ def notes_reads(read: _ReadBlocks) -> _ReadBlocks:
     """Have `_read_blocks` note which rank of P is read, or was told that it need not wait."""
 
     @functools.wraps(read)
-    def wrapper(self: _Worker, **arguments: Any) -> None:  # noqa: ANN401
-        req_id, rank = arguments["request_id"], arguments["read_spec"].remote_rank
-        if rank not in self._remote_agents[arguments["dst_engine_id"]]:
+    def wrapper(
+        self: _Worker,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        *args: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
+    ) -> None:
+        rank: Any = read_spec.remote_rank
+        if rank not in self._remote_agents[dst_engine_id]:
             rank = (0, rank)  # from 0.26.0 on ranks go by pipeline stage, too
         receives: ToldReceives = self._receives
-        before = len(self._recving_transfers.get(req_id, ()))
-        read(self, **arguments)
-        posted = self._recving_transfers.get(req_id, [])[before:]
+        before = len(self._recving_transfers.get(request_id, ()))
+        read(self, read_spec, dst_engine_id, request_id, *args, **named)
+        posted = self._recving_transfers.get(request_id, [])[before:]
         for handle in posted:
             receives.read_posted(handle, rank)
-        if not posted and req_id in self._recving_transfers:  # else nobody awaits it
-            receives.told(req_id, rank)
+        if not posted and request_id in self._recving_transfers:  # else nobody awaits it
+            receives.told(request_id, rank)
 
     return wrapper

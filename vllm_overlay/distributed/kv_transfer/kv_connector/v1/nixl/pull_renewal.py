@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
 _ReadBlocks = Callable[..., bool]
 
@@ -53,10 +54,17 @@ def renews_peer(read: _ReadBlocks) -> _ReadBlocks:
     """
 
     @functools.wraps(read)
-    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
-        posted = read(self, **arguments)
+    def wrapper(
+        self: NixlPullConnectorWorker,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        *args: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
+    ) -> bool:
+        posted = read(self, read_spec, dst_engine_id, request_id, *args, **named)
         if not posted and is_of_the_peer(vars(self).pop("_read_error", None)):
-            read_failed(self, self._recving_metadata.get(arguments["request_id"]))
+            read_failed(self, self._recving_metadata.get(request_id))
         return posted
 
     return wrapper

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.pull_worker import (
         NixlPullConnectorWorker,
     )
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.tp_mapping import ReadSpec
 
 _Rank = tuple[int, int]
 """Pipeline and tensor rank of P."""
@@ -81,11 +82,18 @@ def fails_its_request(read: _ReadBlocks) -> _ReadBlocks:
     """Have `_read_blocks` fail its request, not the engine, where P's blocks make no sense here."""
 
     @functools.wraps(read)
-    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
+    def wrapper(
+        self: NixlPullConnectorWorker,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        *args: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
+    ) -> bool:
         try:
-            return read(self, **arguments)
+            return read(self, read_spec, dst_engine_id, request_id, *args, **named)
         except Exception as error:
-            _fail(self, arguments["request_id"], error)
+            _fail(self, request_id, error)
             return False
 
     return wrapper
@@ -212,18 +220,25 @@ def notes_who_is_told(read: _ReadBlocks) -> _ReadBlocks:
     """Have `_read_blocks` note which rank of P hears of it, and when."""
 
     @functools.wraps(read)
-    def wrapper(self: NixlPullConnectorWorker, **arguments: Any) -> bool:  # noqa: ANN401
-        req_id, rank = arguments["request_id"], (0, arguments["read_spec"].remote_rank)
-        reads = self._reads.get(req_id)
+    def wrapper(
+        self: NixlPullConnectorWorker,
+        read_spec: ReadSpec,
+        dst_engine_id: str,
+        request_id: str,
+        *args: Any,  # noqa: ANN401 - passed on as they are
+        **named: Any,  # noqa: ANN401
+    ) -> bool:
+        reads = self._reads.get(request_id)
         if reads is None:  # nobody awaits it
-            return read(self, **arguments)
-        before = len(self._recving_transfers.get(req_id, ()))
-        deferred = len(self._pending_recv_notifs.get(req_id, ()))
-        if not read(self, **arguments):
+            return read(self, read_spec, dst_engine_id, request_id, *args, **named)
+        before = len(self._recving_transfers.get(request_id, ()))
+        deferred = len(self._pending_recv_notifs.get(request_id, ()))
+        if not read(self, read_spec, dst_engine_id, request_id, *args, **named):
             return False
-        posted = self._recving_transfers.get(req_id, [])[before:]
+        rank = (0, read_spec.remote_rank)
+        posted = self._recving_transfers.get(request_id, [])[before:]
         reads.rank.update(dict.fromkeys(posted, rank))
-        if len(self._pending_recv_notifs.get(req_id, ())) == deferred:
+        if len(self._pending_recv_notifs.get(request_id, ())) == deferred:
             reads.told.add(rank)
         return True
 

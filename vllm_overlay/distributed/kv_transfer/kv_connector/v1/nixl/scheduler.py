@@ -28,6 +28,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -103,12 +104,10 @@ def check(
     _give_single_group_a_list(checked, groups)
     problem = find(checked if isinstance(params, dict) else params, groups=groups)
     stranger = None if problem else peer_not_allowed(scheduler, checked)
-    problem = (
-        problem
-        or stranger
-        or _engine_problem(scheduler, checked)
-        or covers(scheduler, request, checked)
-    )
+    problem = problem or stranger or _engine_problem(scheduler, checked)
+    # A plugin may promise fewer tokens than we count, and its P send as many blocks.
+    if problem is None and not is_plugins(getattr(scheduler, "get_num_new_matched_tokens", None)):
+        problem = covers(scheduler, request, checked)
     if problem is not None:
         told = _disarm(scheduler, checked, groups)
         if stranger:

@@ -15,6 +15,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import (
     ClaimsBlocks,
     Source,
     claim_offered,
+    give_back_unread,
     may_release,
     source_of,
 )
@@ -47,6 +48,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 class Nixl(ClaimsBlocks):
     """The scheduler's side of a connector that has claims."""
 
+    __module__ = "vllm.nixl"
+
     def __init__(self, **scheduler: float) -> None:
         self.connector_scheduler: Any = SimpleNamespace(**scheduler)
 
@@ -69,6 +72,16 @@ def test_the_first_keeps_them() -> None:
     assert claims.claim(Source("P", "other"), "b") is Claim.GRANTED
     assert claims.claim(Source("Pat-p", ""), "b") is Claim.GRANTED  # not the same two ids
     assert len(claims) == 3
+
+
+def test_what_is_given_back_is_anybodys() -> None:
+    claims = Claims(480)
+    claims.claim(SOURCE, "a")
+    claims.give_back(SOURCE, "b")  # they are not b's
+    claims.give_back(Source("P", "unknown"), "a")
+    assert claims.claim(SOURCE, "b") is Claim.TAKEN
+    claims.give_back(SOURCE, "a")
+    assert claims.claim(SOURCE, "b") is Claim.GRANTED
 
 
 def test_ids_cost_the_same_whatever_they_are() -> None:
@@ -213,9 +226,23 @@ def test_other_connectors_have_no_claims(connector: object) -> None:
     assert not may_release(door, SOURCE, "s")
 
 
+class OfAPlugin(Nixl):
+    """Derived by somebody else: its requests may share what they read."""
+
+    __module__ = "plugin.nixl"
+
+
+def test_a_plugins_connector_has_no_claims() -> None:
+    door = scheduler(OfAPlugin())
+    for name in "ab":
+        claim_offered(door, asking := request(name, dict(OFFER)))
+        assert asking.kv_transfer_params == OFFER
+    assert not may_release(door, SOURCE, "s")
+
+
 def test_one_of_several_connectors_has_claims() -> None:
     nixl = Nixl()
-    door = scheduler(SimpleNamespace(_connectors=[object(), nixl]))
+    door = scheduler(SimpleNamespace(_connectors=[object(), OfAPlugin(), nixl]))
     assert may_release(door, SOURCE, "s")
     assert len(nixl.claims) == 1
 
@@ -303,3 +330,26 @@ def test_a_prefill_that_is_offered_nothing_keeps_the_rest() -> None:
         "do_remote_prefill": False,
         "remote_block_ids": None,
     }
+
+
+READING = {**OFFER, "do_remote_prefill": False}  # as NIXL leaves it
+
+
+@pytest.mark.parametrize("loader", [0, 1, None])
+def test_only_what_nixl_receives_is_given_back(loader: int | None) -> None:
+    """Of what another connector loads NIXL has told P that it will not be read."""
+    nixl = Nixl()
+    several = SimpleNamespace(_connectors=[object(), nixl], _requests_to_connector={"r": loader})
+    door = scheduler(several if loader is not None else nixl)
+    nixl.claims.claim(SOURCE, "r")
+    give_back_unread(door, request("r", dict(READING)))
+    assert len(nixl.claims) == (loader == 0)
+
+
+@pytest.mark.parametrize("params", [None, 7, {}, {**READING, "remote_engine_id": 7}])
+def test_who_names_nobodys_gives_nothing_back(params: object) -> None:
+    nixl = Nixl()
+    nixl.claims.claim(SOURCE, "r")
+    give_back_unread(scheduler(nixl), request("r", params))
+    give_back_unread(scheduler(None), request("r", dict(READING)))
+    assert len(nixl.claims) == 1

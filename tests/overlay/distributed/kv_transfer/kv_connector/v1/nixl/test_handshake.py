@@ -210,6 +210,30 @@ def test_of_an_engine_that_is_let_go_nothing_stays_and_of_others_all() -> None:
     assert loaded(worker) == [agent_name("Q", 0)]
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_plugin_lets_go_of_what_it_has_of_an_engine(fails: bool) -> None:
+    """First, and by its own method, which may call vLLM's, and may fail."""
+    worker, let_go = decoder(), []
+    connect(worker, "Q")
+    before = kept(worker)
+    connect(worker, "P")
+
+    def cleanup(engine_id: str, *, log_eviction: bool = True) -> None:
+        let_go.append((engine_id, log_eviction, engine_id in worker._remote_agents))
+        if fails:
+            raise RuntimeError("NIXL keeps a list")
+        vllms = getattr(type(worker), "_cleanup_remote_engine", None)
+        if vllms is not None:
+            vllms(worker, engine_id, log_eviction=log_eviction)
+
+    vars(worker)["_cleanup_remote_engine"] = cleanup
+    disconnect(worker, "P")
+    del vars(worker)["_cleanup_remote_engine"]
+    assert let_go == [("P", False, True)]
+    assert kept(worker) == before
+    assert loaded(worker) == [agent_name("Q", 0)]
+
+
 @pytest.mark.parametrize("outcomes", [["lost"], ["made", "lost"], ["lost", "lost"]])
 def test_a_thread_forgets_nothing_that_another_has_entered(outcomes: list[str]) -> None:
     worker, left = decoder(), [*outcomes]

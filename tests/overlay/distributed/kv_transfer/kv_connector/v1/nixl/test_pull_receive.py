@@ -138,9 +138,9 @@ def test_the_rank_of_a_read_is_noted_and_of_one_that_need_not_wait(
     before: dict[str, list[int]],
     posts: list[int],
 ) -> None:
-    def read(self: Any, **arguments: Any) -> None:  # noqa: ANN401
+    def read(self: Any, spec: object, engine_id: str, req_id: str) -> None:  # noqa: ANN401
         if posts:
-            self._recving_transfers.setdefault(arguments["request_id"], []).extend(posts)
+            self._recving_transfers.setdefault(req_id, []).extend(posts)
 
     reads = {req_id: [*handles] for req_id, handles in before.items()}
     worker = SimpleNamespace(

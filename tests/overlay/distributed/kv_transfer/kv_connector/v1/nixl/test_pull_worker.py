@@ -292,8 +292,8 @@ def test_without_a_connection_it_is_asked_once() -> None:
 
 def test_a_read_that_was_not_posted_is_none() -> None:
     worker = pulling()
-    read = pull_worker.notes_who_is_told(lambda self, **arguments: False)
-    assert read(worker, request_id="req-d", read_spec=SimpleNamespace(remote_rank=0)) is False
+    read = pull_worker.notes_who_is_told(lambda self, *asked, **named: False)
+    assert read(worker, SimpleNamespace(remote_rank=0), "P", request_id="req-d") is False
 
 
 class TestFailsItsRequest:
@@ -308,7 +308,7 @@ class TestFailsItsRequest:
 
     def test_what_is_raised_fails_the_request_and_ends_its_reads(self, worker: Any) -> None:  # noqa: ANN401
         read = pull_worker.fails_its_request(raising(ValueError("5 blocks for 3")))
-        assert read(worker, request_id="req-d") is False
+        assert read(worker, "spec", "P", request_id="req-d") is False
         nixl_of(worker).finish(*nixl_of(worker).reads)
         assert ended(worker) == {"req-d"}
         assert worker.get_block_ids_with_load_errors() == {1, 2}
@@ -319,8 +319,8 @@ class TestFailsItsRequest:
         worker: Any,  # noqa: ANN401
         posted: bool,
     ) -> None:
-        read = pull_worker.fails_its_request(lambda self, **arguments: posted)
-        assert read(worker, request_id="req-d") is posted
+        read = pull_worker.fails_its_request(lambda self, *asked, **named: posted)
+        assert read(worker, "spec", "P", request_id="req-d") is posted
         nixl_of(worker).finish(*nixl_of(worker).reads)
         assert ended(worker) == {"req-d"}
         assert not worker.get_block_ids_with_load_errors()
