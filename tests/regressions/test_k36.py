@@ -41,7 +41,7 @@ def test_a_second_turn_that_is_computed_in_parts(left: int) -> None:
     engine.send("second turn", prompt, second_turn([[10, 11, 12], [20]], 40), max_tokens=1)
     assert engine.answers("second turn", [PLENTY, PLENTY, left, left])
     assert (engine.computed["second turn"] < 6 * BLOCK) is since("0.21.0")
-    for blocks in range(2, 7):
+    for blocks in range(3, 7):  # after fewer P has no state, and 48425 speaks of that
         begins = f"begins with {blocks} blocks"
         engine.ask(begins, [*prompt[: blocks * BLOCK], *range(900, 900 + 20)], max_tokens=1)
         assert engine.answers(begins)
