@@ -202,7 +202,7 @@ def _faults(verdict: Verdict, fixes: list[Fix], release: str, registry: Registry
                 yield f"{verdict.fix}, {side}: {test} did not run"
     for node in sorted(verdict.stock.keys() ^ verdict.patched.keys()):
         yield f"{verdict.fix}: {node} ran on one side only"
-    yield from _unlike_stock(
+    yield from unlike_stock(
         verdict.fix, "stock", verdict.stock, registry.fixes[verdict.fix], release
     )
     yield from _unlike(verdict.fix, "patched", verdict.patched, "passed", release)
@@ -229,13 +229,19 @@ def _faults_alone(
         if fix.closed_by(release) in turned:
             yield from _unlike(verdict.fix, f"alone, tests of {fix.id}", own, "passed", release)
         elif fix.affects(release):
-            yield from _unlike_stock(verdict.fix, f"alone, tests of {fix.id}", own, fix, release)
+            yield from unlike_stock(verdict.fix, f"alone, tests of {fix.id}", own, fix, release)
 
 
-def _unlike_stock(
-    name: str, side: str, outcomes: Outcomes, fix: Fix, release: str
-) -> Iterator[str]:
-    """Yield which tests of `fix` do not do what they do without it."""
+def unlike_stock(name: str, side: str, outcomes: Outcomes, fix: Fix, release: str) -> Iterator[str]:
+    """Yield which tests of `fix` do not do what they do without it, as the registry has it.
+
+    Args:
+        name: The fix that was run.
+        side: How that run is called.
+        outcomes: Those of the tests of `fix` there.
+        fix: Whose tests they are.
+        release: In its normal form.
+    """
     if not fix.affects(release):
         yield from _unlike(name, side, outcomes, "passed", release)
         return

@@ -35,6 +35,9 @@ diff --git a/{toys.STATE} b/{toys.STATE}
  \"\"\"State.\"\"\"
 +import os
 """
+STATES = {"0.19.1": "open", "0.20.2": "patched"}
+"""Of fix 1 on the releases that have its defect."""
+
 OTHER = {**toys.FILES, toys.WORKER: "nothing\n"}  # no hook of a toy fits
 
 
@@ -137,7 +140,7 @@ class TestHint:
 
 class TestProof:
     def test_of_all_sides(self, checkout: Checkout) -> None:
-        record(checkout, "0.19.1", "stock", FAILED, PASSED)
+        record(checkout, "0.19.1", "stock", FAILED, FAILED)
         record(checkout, "0.20.2", "stock", FAILED, RAISED)
         record(checkout, "0.20.2", "patched", PASSED, PASSED)
         record(checkout, "0.22.0", "stock", PASSED)
@@ -149,14 +152,29 @@ class TestProof:
         ]
         assert cell["command"] == "nox -s status -- --prove 0.20.2"
 
+    @pytest.mark.parametrize("release", ["0.19.1", "0.20.2"])
     def test_is_none_where_a_test_passes_on_stock_that_is_not_spared(
-        self, checkout: Checkout
+        self, checkout: Checkout, release: str
     ) -> None:
-        record(checkout, "0.20.2", "stock", FAILED, PASSED)
+        record(checkout, release, "stock", FAILED, PASSED)
         record(checkout, "0.20.2", "patched", PASSED, PASSED)
-        cell = status(checkout)["0.20.2"]
-        assert (cell["state"], cell["proven"]) == ("patched", False)
-        assert "does not spare" in cell["why"][-1]
+        cell = status(checkout)[release]
+        assert (cell["state"], cell["proven"]) == (STATES[release], False)
+        assert cell["why"][-1].endswith(f"{TEST}::test_1 passed, expected failed")
+
+    @pytest.mark.parametrize("release", ["0.19.1", "0.20.2"])
+    @pytest.mark.parametrize(("outcome", "proven"), [(PASSED, True), (FAILED, False)])
+    def test_needs_what_is_spared_to_pass_on_stock(
+        self, checkout: Checkout, release: str, outcome: dict[str, str], proven: bool
+    ) -> None:
+        registry = checkout.patches / "fixes.toml"
+        row = f'[{{releases = "<=0.20.2", tests = ["{TEST}::test_1"], reason = "it has it"}}]'
+        registry.write_text(registry.read_text().replace("spared = []", f"spared = {row}", 1))
+        record(checkout, release, "stock", FAILED, outcome)
+        record(checkout, "0.20.2", "patched", PASSED, PASSED)
+        cell = status(checkout)[release]
+        assert (cell["state"], cell["proven"]) == (STATES[release], proven)
+        assert ("::test_1 failed, expected passed" in cell["why"][-1]) is not proven
 
     def test_that_no_release_before_has_it(self, checkout: Checkout) -> None:
         record(checkout, "0.19.1", "stock", PASSED)
