@@ -31,8 +31,9 @@ def says_what_failed(stream: _Stream) -> _Stream:
     def wrapper(self: _Serving, *args: object, **kwargs: object) -> AsyncIterator[str]:
         bound = signature.bind(self, *args, **kwargs)
         told = bound.arguments
+        request_id = told["request_id"]  # not all of them: that would be a ring
         told["result_generator"] = _Pieces(
-            told["result_generator"], lambda: self._raise_if_error(_ERROR, told["request_id"])
+            told["result_generator"], lambda: self._raise_if_error(_ERROR, request_id)
         )
         return stream(*bound.args, **bound.kwargs)
 
