@@ -290,12 +290,12 @@ def test_what_p_has_answered_about_is_not_used_because_it_is_silent_then(
 def test_a_silent_p_has_not_confirmed(
     p: PrefillServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(read_check, "PATIENCE", 0.1)
     offer, other = p.prefill("at-p", PROMPT), p.prefill("other", [7, *PROMPT])
     d = decode_server()
     d.send("first", [8, *PROMPT], p.prefill("first", [8, *PROMPT]))
     d.step()
     assert used(end(d), "first")
+    monkeypatch.setattr(read_check, "PATIENCE", 0.1)
     p.leave()
     d.send("s", [7, *PROMPT], other)
     begin(d, offer)
