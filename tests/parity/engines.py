@@ -493,27 +493,6 @@ def p_hears_of_a_request_that_failed_with_its_read(ranks: str) -> Observed:
 
 
 @scenario()
-def a_request_whose_read_has_failed_comes_again() -> Observed:
-    """With the policy fail, to the same D: P has its blocks still, and D reads them."""
-    engine = IdleEngine(policy="fail")
-    connect(engine.worker, REMOTE["remote_engine_id"])
-    nixl, steps = nixl_of(engine.worker), []
-    for name in ("first", "again"):
-        engine.send(name, range(40), {**REMOTE, "remote_block_ids": [[1, 2, 3]]}, max_tokens=1)
-        for _ in range(4):
-            step = engine.step()
-            steps.append([step.computed, step.finished])
-            (nixl.fail if name == "first" else nixl.finish)(*nixl.in_flight())
-        connect(engine.worker, REMOTE["remote_engine_id"])  # where it is met anew
-    return [
-        steps,
-        len(nixl.reads),
-        _kept(engine),
-        {who: len(said) for who, said in nixl.heard.items()},
-    ]
-
-
-@scenario()
 def a_p_that_is_gone_keeps_no_other_waiting() -> Observed:
     """D is connected with it. What is read from it fails, and nobody shakes hands with it."""
     worker = make_worker()

@@ -1,24 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All releases: where a request claims the blocks that wait for it elsewhere, and gives that up."""
+"""All releases: where a request claims the blocks that wait for it elsewhere."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from vllm.v1.request import RequestStatus
-
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import (
-    claim_offered,
-    give_back_unread,
-)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import claim_offered
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-_Finished = TypeVar("_Finished")
 
 
 def claims_blocks(
@@ -33,27 +26,5 @@ def claims_blocks(
     def wrapper(self: Scheduler, request: Request) -> None:
         claim_offered(self, request)
         add_request(self, request)
-
-    return wrapper
-
-
-def gives_claims_back(
-    finish_requests: Callable[[Scheduler, str | Iterable[str] | None, RequestStatus], _Finished],
-) -> Callable[[Scheduler, str | Iterable[str] | None, RequestStatus], _Finished]:
-    """Have `Scheduler.finish_requests` give back the claims of those whose receives have failed."""
-
-    @functools.wraps(finish_requests)
-    def wrapper(
-        self: Scheduler, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
-    ) -> _Finished:
-        if finished_status is RequestStatus.FINISHED_ERROR:
-            if isinstance(request_ids, str):
-                request_ids = (request_ids,)
-            request_ids = set(self.requests if request_ids is None else request_ids)
-            for req_id in request_ids & self.requests.keys():
-                request = self.requests[req_id]
-                if request.status == RequestStatus.WAITING_FOR_REMOTE_KVS:
-                    give_back_unread(self, request)
-        return finish_requests(self, request_ids, finished_status)
 
     return wrapper

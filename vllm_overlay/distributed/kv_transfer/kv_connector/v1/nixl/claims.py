@@ -7,9 +7,8 @@ or a router may send them again, after a refusal, a lost connection, an aborted 
 blocks hold another prompt. So the engine core remembers for which of its requests the blocks of
 each of the peer's requests are; whoever comes later computes its prompt.
 
-A receive that fails may leave them where they are, and where its failure is the client's to mend
-(`kv_load_failure_policy` "fail") the same request may come again to read them: such a claim is
-given back.
+Also after a receive that failed. What it has read P has heard of, and would count with what is read
+later: it would free the blocks too early, and could not tell the two when it is asked (K20).
 
 The claim is made when a request is added to the scheduler, which one thread does, one request
 after the other. A stand-in for a refused request (`vllm_overlay.v1.engine.stand_in`) is such a
@@ -35,10 +34,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import (
-    connectors_in,
-    loader_of,
-)
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import connectors_in
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import reads_back
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
@@ -121,12 +117,6 @@ class Claims:
         self._claims[key] = (name, now)
         return Claim.GRANTED
 
-    def give_back(self, source: Source, claimant: str) -> None:
-        """Let the next that asks have the blocks of `source`, if they are this claimant's."""
-        key = _digest(*source)
-        if self._claims.get(key, (b"",))[0] == _digest(claimant):
-            del self._claims[key]
-
 
 def _digest(*ids: str) -> bytes:
     """Clients choose ids, of any length; what is kept of them has a fixed one."""
@@ -208,20 +198,6 @@ def may_release(scheduler: Scheduler, source: Source, claimant: str) -> bool:
     return connector.claims.complete or not any(
         _source_in(request.kv_transfer_params) == source for request in scheduler.requests.values()
     )
-
-
-def give_back_unread(scheduler: Scheduler, request: Request) -> None:
-    """Give back the claim of a request whose receive over NIXL has failed, and which ends by that.
-
-    P may have the blocks still: nobody has told it that they will not be read. (`request_finished`
-    does so for what has not begun to be received.)
-    """
-    connector = claiming_connector(scheduler.connector)
-    if connector is None or loader_of(scheduler, request) is not connector:
-        return
-    source = _source_in(request.kv_transfer_params)
-    if source is not None:
-        connector.claims.give_back(source, request.request_id)
 
 
 def _without_offer(params: Any) -> dict[str, Any] | None:  # noqa: ANN401 - a checked dict

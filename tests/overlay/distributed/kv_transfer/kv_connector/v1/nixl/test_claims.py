@@ -15,7 +15,6 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import (
     ClaimsBlocks,
     Source,
     claim_offered,
-    give_back_unread,
     may_release,
     source_of,
 )
@@ -72,16 +71,6 @@ def test_the_first_keeps_them() -> None:
     assert claims.claim(Source("P", "other"), "b") is Claim.GRANTED
     assert claims.claim(Source("Pat-p", ""), "b") is Claim.GRANTED  # not the same two ids
     assert len(claims) == 3
-
-
-def test_what_is_given_back_is_anybodys() -> None:
-    claims = Claims(480)
-    claims.claim(SOURCE, "a")
-    claims.give_back(SOURCE, "b")  # they are not b's
-    claims.give_back(Source("P", "unknown"), "a")
-    assert claims.claim(SOURCE, "b") is Claim.TAKEN
-    claims.give_back(SOURCE, "a")
-    assert claims.claim(SOURCE, "b") is Claim.GRANTED
 
 
 def test_ids_cost_the_same_whatever_they_are() -> None:
@@ -330,26 +319,3 @@ def test_a_prefill_that_is_offered_nothing_keeps_the_rest() -> None:
         "do_remote_prefill": False,
         "remote_block_ids": None,
     }
-
-
-READING = {**OFFER, "do_remote_prefill": False}  # as NIXL leaves it
-
-
-@pytest.mark.parametrize("loader", [0, 1, None])
-def test_only_what_nixl_receives_is_given_back(loader: int | None) -> None:
-    """Of what another connector loads NIXL has told P that it will not be read."""
-    nixl = Nixl()
-    several = SimpleNamespace(_connectors=[object(), nixl], _requests_to_connector={"r": loader})
-    door = scheduler(several if loader is not None else nixl)
-    nixl.claims.claim(SOURCE, "r")
-    give_back_unread(door, request("r", dict(READING)))
-    assert len(nixl.claims) == (loader == 0)
-
-
-@pytest.mark.parametrize("params", [None, 7, {}, {**READING, "remote_engine_id": 7}])
-def test_who_names_nobodys_gives_nothing_back(params: object) -> None:
-    nixl = Nixl()
-    nixl.claims.claim(SOURCE, "r")
-    give_back_unread(scheduler(nixl), request("r", params))
-    give_back_unread(scheduler(None), request("r", dict(READING)))
-    assert len(nixl.claims) == 1
