@@ -133,6 +133,19 @@ def test_all_ranks_of_a_refused_peer_are_forgotten(refused_rank: int) -> None:
     assert worker.get_block_ids_with_load_errors() == set()
 
 
+@pytest.mark.skipif(not since("0.33.0"), reason="up to 0.32.0 a draft model has no mapping")
+def test_how_a_draft_model_reads_of_a_refused_peer_is_forgotten() -> None:
+    """Its heads are shared out over the ranks; those of the model it drafts for are not."""
+    worker: Any = decoder()
+    worker._head_sharded_draft_regions, worker._head_sharded_draft_kv_heads = frozenset({0}), 2
+    before = kept(worker)
+    with pytest.raises(RuntimeError, match="kernel blocks"):
+        connect(worker, "P", physical_blocks_per_logical_kv_block=4)
+    assert kept(worker) == before
+    connect(worker, "P")
+    assert worker.draft_tp_mappings.keys() == {"P"}
+
+
 @pytest.mark.parametrize("made", [0, 1, 2])
 def test_lists_of_our_memory_that_were_not_all_made_are_made_anew(made: int) -> None:
     """Stock keeps those that there are, and reads by one that there is not end its engine."""

@@ -104,9 +104,10 @@ def test_a_hybrid_that_guesses_keeps_nothing(mode: str, guesses: int) -> None:
     assert hybrid._reqs_not_processed == ({"r"} if guesses else set())
 
 
-def test_attention_is_kept_whoever_guesses() -> None:
+@pytest.mark.parametrize("params", [{"do_remote_prefill": False}, {}])
+def test_attention_is_kept_whoever_guesses(params: dict[str, object]) -> None:
     scheduler = side("full", "sliding")
-    assert not kept.keeps_nothing(scheduler, request(40, 41, do_remote_prefill=False))
+    assert not kept.keeps_nothing(scheduler, request(40, 41, **params))
     assert not scheduler._reqs_not_processed
 
 
