@@ -155,6 +155,30 @@ def test_blocks_that_a_step_still_uses_are_awaited() -> None:
     assert len(holders(engine)) == 3
 
 
+@pytest.mark.parametrize(
+    ("status", "held"), [(RequestStatus.RUNNING, 3), (RequestStatus.WAITING_FOR_STREAMING_REQ, 2)]
+)
+def test_blocks_that_others_share_are_not_awaited_but_whoever_runs_is(
+    status: RequestStatus, held: int
+) -> None:
+    """As hits do. A step ends by itself; a session waits for its client, and frees no block then."""
+    engine = full()
+    scheduler = engine.scheduler
+    arrive(engine)
+    engine.ask("shares", range(32))
+    shares = scheduler.requests["shares"]
+    scheduler.waiting.remove_requests([shares])
+    shares.status, shares.num_computed_tokens = status, 32
+    runs = status == RequestStatus.RUNNING
+    (scheduler.running if runs else scheduler.skipped_waiting).append(shares)
+    [manager] = scheduler.kv_cache_manager.coordinator.single_type_managers
+    manager.req_to_blocks["shares"] = [*manager.req_to_blocks["req-0"]]
+    for _ in range(4):
+        engine.step()
+    assert len(holders(engine)) - 1 == held
+    assert len(scheduler.requests) == 4
+
+
 def test_the_null_block_is_nobodys() -> None:
     """Windows name it for what they no longer look at."""
 
