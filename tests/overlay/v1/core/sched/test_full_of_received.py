@@ -161,7 +161,7 @@ def test_blocks_that_a_step_still_uses_are_awaited() -> None:
 def test_blocks_that_others_share_are_not_awaited_but_whoever_runs_is(
     status: RequestStatus, held: int
 ) -> None:
-    """As hits do. A step ends by itself; a session waits for its client, and frees no block then."""
+    """As hits do. A step ends by itself; a session waits for its client and frees nothing then."""
     engine = full()
     scheduler = engine.scheduler
     arrive(engine)
