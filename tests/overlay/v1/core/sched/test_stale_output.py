@@ -175,6 +175,11 @@ def test_a_reset_of_the_prefix_cache_drops_one_token_once(async_scheduling: bool
     engine.prefill("asked", range(32), max_tokens=3)
     engine.schedule()
     engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+    engine.schedule()
+    engine.update()
+    assert engine.tokens["asked"] == []
+    engine.update()
+    assert engine.tokens["asked"] == [TOKEN]
     engine.run(8)
     assert engine.tokens["asked"] == 3 * [TOKEN]
     assert engine.handed_out["asked"][:34] == [*range(32), TOKEN, TOKEN]

@@ -65,6 +65,15 @@ def test_one_that_a_heartbeat_meets_makes_room_as_well() -> None:
     assert nixl_of(worker).misuse == []
 
 
+def test_nothing_is_forgotten_as_long_as_no_other_is_met() -> None:
+    worker = decoder()
+    read_from(worker, "P")
+    read_from(worker, "Q")
+    time.sleep(2 * TTL)
+    read_from(worker, "Q")
+    assert worker._remote_agents.keys() == {"P", "Q"}
+
+
 @pytest.mark.parametrize("ttl", [0, -1, "soon", None, [1], 3600])
 def test_nothing_is_forgotten_otherwise(ttl: float) -> None:
     assert meets_another_later(decoder(ttl)) == {"P", "Q"}

@@ -79,6 +79,19 @@ def test_states_that_go_by_position_are_all_read(guesses: tuple[int, int]) -> No
     assert received(p, d, params)[:3] == [{slot} for slot in theirs]
 
 
+@pytest.mark.parametrize(
+    ("mode", "ours", "theirs"), [("all", [10, 11, 12], [4, 5, 6]), ("align", [12], [6])]
+)
+def test_of_states_that_do_not_go_by_position_the_last_is_read(
+    mode: str, ours: list[int], theirs: list[int]
+) -> None:
+    d = engine_of(DecodeEngine, mode=mode, guesses=2)
+    params = {"remote_block_ids": [[1, 2, 3], [4, 5, 6, 7, 8]], FIELD: 2}
+    side = d.scheduler.connector.connector_scheduler
+    assert states_only(side, params, ([7, 8, 9], [10, 11, 12, 13, 14])) == ([7, 8, 9], ours)
+    assert params["remote_block_ids"] == [[1, 2, 3], theirs]
+
+
 UNSAID = pytest.param(
     False, marks=pytest.mark.skipif(since("0.23.0"), reason="upstream refuses what it cannot pair")
 )
