@@ -205,7 +205,16 @@ def test_no_room_no_release(clock: list[float]) -> None:
     assert reader.kv_transfer_params == OFFER  # served, as by stock
 
 
-@pytest.mark.parametrize("connector", [None, object(), SimpleNamespace(_connectors=[object()])])
+class Offloading:
+    """Another of vLLM's own."""
+
+    __module__ = "vllm.offloading"
+
+
+@pytest.mark.parametrize(
+    "connector",
+    [None, object(), Offloading(), SimpleNamespace(_connectors=[object(), Offloading()])],
+)
 def test_other_connectors_have_no_claims(connector: object) -> None:
     door = scheduler(connector)
     for name in "ab":
@@ -231,7 +240,7 @@ def test_a_plugins_connector_has_no_claims() -> None:
 
 def test_one_of_several_connectors_has_claims() -> None:
     nixl = Nixl()
-    door = scheduler(SimpleNamespace(_connectors=[object(), OfAPlugin(), nixl]))
+    door = scheduler(SimpleNamespace(_connectors=[Offloading(), OfAPlugin(), nixl]))
     assert may_release(door, SOURCE, "s")
     assert len(nixl.claims) == 1
 
