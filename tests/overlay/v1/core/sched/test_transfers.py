@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 from typing import Any
+from unittest import mock
 
 import pytest
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
@@ -93,6 +94,16 @@ def test_a_scheduler_that_does_not_say_why_it_holds_blocks_frees_them_at_the_fir
     report(engine, finished_sending="left")
     assert blocks <= engine._reusable()
     report(engine, finished_recving="left")
+
+
+def test_who_keeps_encoder_outputs_sends_no_kv(engine: DecodeEngine) -> None:
+    """It answers for itself, from 0.26.0 on, and nobody will say that a send is over."""
+    scheduler: Any = engine.scheduler
+    scheduler.ec_connector = mock.Mock()
+    scheduler.ec_connector.request_finished.return_value = True, None
+    leave(engine, "left")
+    report(engine, finished_recving="left")
+    assert "left" not in scheduler.requests
 
 
 def test_both_reports_at_once_of_such_a_request_free_it_once(engine: DecodeEngine) -> None:
