@@ -301,6 +301,29 @@ def test_a_worker_with_a_handshake_of_its_own_makes_it_as_on_stock(
     assert place.asked == [0]
 
 
+def test_a_worker_without_a_table_of_handshakes_is_left_as_on_stock() -> None:
+    """Some of vLLM's own tests have such a worker, up to 0.30.0."""
+    shaken: list[str] = []
+
+    class Bare:
+        @notifications.finds_network_part_done
+        def _nixl_handshake(self) -> None:
+            pass
+
+        @notifications.notes_aside
+        def add_remote_agent(self) -> None:
+            pass
+
+        @notifications.notifies_aside
+        def _background_nixl_handshake(self, req_id: str, engine_id: str, meta: object) -> None:
+            shaken.append(req_id)
+
+    worker = Bare()
+    worker._background_nixl_handshake("left", "P", SimpleNamespace(local_block_ids=[]))
+    assert shaken == ["left"]
+    assert vars(worker) == {}
+
+
 def test_a_peer_is_registered_once_whoever_comes_first(fleet: Fleet) -> None:
     fleet.serve("P")
     fleet.leave("left", "P")
