@@ -271,7 +271,7 @@ async def p_waits_for_two_conversations(connector: str) -> Observed:
         return seen(await visit(server, "POST", BATCH, raw), server.core)
 
 
-@scenario("MoRIIOConnector", "MooncakeConnector", "LMCacheConnectorV1")
+@scenario("MoRIIOConnector", "MooncakeConnector", "LMCacheConnectorV1", "NixlPushConnector")
 async def one_request_becomes_several(connector: str) -> Observed:
     """On P and on D: of other connectors each of them names the transfer, as far as on stock."""
     observed: dict[str, Observed] = {}

@@ -1,4 +1,4 @@
-"""Classes that plugins derive from NIXL's: what they may do on stock they may do on patched."""
+"""Plugins' classes in the place of vLLM's: what they may do on stock they may do on patched."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 from tests.parity.scenario import Observed, scenario
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
-from tests.support.plugins import derive, leave_last_token, read_by_position
+from tests.support.overlapped_engine import OverlappedEngine
+from tests.support.plugins import (
+    derive,
+    leave_last_token,
+    own_coordinators,
+    put_own_pool,
+    read_by_position,
+)
 from tests.support.serving_app import REMOTE
 
 
@@ -59,3 +66,38 @@ def p_leaves_out_the_last_token() -> Observed:
     leave_last_token(connector.connector_scheduler)
     engine.send("req-d", range(33), _offer([1, 2]))
     return _lives(engine)
+
+
+def _shares_its_cache(engine: OverlappedEngine) -> Observed:
+    """Three prompts that begin alike: each step, and every end."""
+    for number in range(3):
+        engine.ask(f"req-{number}", [*range(40), *[number] * 20], max_tokens=24)
+    steps: list[Observed] = []
+    while (engine.steps or engine.scheduler.has_requests()) and len(steps) < 200:
+        decided = engine.advance()
+        steps.append(decided and dict(decided.num_scheduled_tokens))
+    return [steps, engine.finished, engine.wrong]
+
+
+@scenario("full", "full, sliding", "derived; full", "derived; full, sliding")
+def a_block_pool_of_its_own(variant: str) -> Observed:
+    """With a connector: there are blocks for all; a load comes behind what the cache has."""
+    *derived, kind = variant.split("; ")
+    groups: Any = tuple(kind.split(", "))
+    engine = OverlappedEngine(groups=groups, num_blocks=48)
+    put_own_pool(engine.scheduler, derived=bool(derived))
+    connect(engine.worker, "P")
+    shared = _shares_its_cache(engine)
+    engine.ask("loads", range(60), [[1, 2, 3, 4]] * len(groups), max_tokens=2)
+    return [shared, engine.run(), engine.finished, engine.computed["loads"]]
+
+
+@scenario("full, sliding", "full, mamba")
+def a_coordinator_of_its_own(kind: str) -> Observed:
+    """Of a hybrid with prefix caching, without a connector."""
+    groups: Any = tuple(kind.split(", "))
+    with own_coordinators():
+        engine = OverlappedEngine(
+            groups=groups, num_blocks=24, connected=False, prefix_caching=True
+        )
+    return _shares_its_cache(engine)

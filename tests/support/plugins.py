@@ -1,9 +1,15 @@
-"""What plugins make of NIXL's classes: methods that call vLLM's their own way, or promise less."""
+"""What plugins make of vLLM's classes: methods that call vLLM's their own way, or promise less;
+constructors that do not call vLLM's; and objects of a class that is not derived from any."""
 
 from __future__ import annotations
 
 import inspect
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
+
+from vllm.v1.core import kv_cache_coordinator
+from vllm.v1.core.sched.scheduler import Scheduler
 
 
 def derive(thing: object, **methods: Any) -> None:  # noqa: ANN401 - functions
@@ -35,3 +41,52 @@ def leave_last_token(part: Any) -> None:  # noqa: ANN401 - a scheduler's part of
         return tokens - awaited, awaited
 
     derive(part, get_num_new_matched_tokens=count)
+
+
+def put_own_pool(scheduler: Scheduler, *, derived: bool) -> None:
+    """Have a scheduler's blocks come from a plugin's pool, which does all that stock's does.
+
+    It is of a class that is not `derived` from any of vLLM's, or of one that overrides all of
+    vLLM's methods and has no `free_block_queue`, as kvcached's.
+    """
+    manager: Any = scheduler.kv_cache_manager
+    pool: Any = manager.block_pool
+    kinds = type(pool).__mro__
+    of_vllm = {name for kind in kinds if _is_from(kind, "vllm") for name in vars(kind)}
+    ours = {name for kind in kinds if _is_from(kind, "vllm_overlay") for name in vars(kind)}
+    hidden = {"free_block_queue"} if derived else ours - of_vllm
+
+    def get(_: object, name: str) -> Any:  # noqa: ANN401 - of vLLM's pool
+        if name in hidden:
+            raise AttributeError(f"a plugin's pool has no {name!r}")
+        return getattr(pool, name)
+
+    overridden = {name: getattr(pool, name) for name in of_vllm if not name.startswith("__")}
+    own: Any = type(
+        "OwnPool",
+        (type(pool),) if derived else (),
+        {
+            "__init__": lambda _: None,
+            "__getattr__": get,
+            **{name: staticmethod(method) for name, method in overridden.items() if derived},
+        },
+    )()
+    for owner in manager, manager.coordinator, *manager.coordinator.single_type_managers:
+        owner.block_pool = own
+
+
+def own_coordinators() -> AbstractContextManager[object]:
+    """Have hybrids made meanwhile get a coordinator with a constructor of its own.
+
+    That of vllm-ascend does all that vLLM's does, and calls none of it.
+    """
+    kind: Any = kv_cache_coordinator.HybridKVCacheCoordinator
+    of_vllm = next(
+        base for base in kind.__mro__ if "__init__" in vars(base) and _is_from(base, "vllm")
+    )
+    own = type("OwnCoordinator", (kind,), {"__init__": of_vllm.__init__})
+    return mock.patch.object(kv_cache_coordinator, "HybridKVCacheCoordinator", own)
+
+
+def _is_from(kind: type, package: str) -> bool:
+    return kind.__module__.partition(".")[0] == package

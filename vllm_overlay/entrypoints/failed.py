@@ -48,7 +48,8 @@ def raises_if_all_failed(
     Raises:
         GenerationError: vLLM's own, which is answered with 500.
     """
-    if all(output.finish_reason == _ERROR and not output.token_ids for output in outputs):
+    failed = [output.finish_reason == _ERROR and not output.token_ids for output in outputs]
+    if failed and all(failed):
         serving._raise_if_error(_ERROR, request_id)
 
 

@@ -119,6 +119,7 @@ def test_who_leaves_lets_go_of_what_it_listened_to() -> None:
         ([("", "error"), ("", "stop")], False),
         ([("", "stop")], False),
         ([("a", "error")], False),
+        ([], False),
     ],
 )
 def test_an_answer_that_does_not_stream(choices: list[tuple[str, str]], fails: bool) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class SparesRunningSteps:
-    """A base for the block pool. Until it is told of a step it does nothing."""
+    """A base for `BlockPool`. Until it is told of a step it does nothing."""
 
     free_block_queue: FreeKVCacheBlockQueue
 
@@ -65,8 +65,9 @@ class SparesRunningSteps:
         used = set[int]().union(*self._freed)
         if not used:
             return True
-        first: KVCacheBlock | None = getattr(self.free_block_queue, "fake_free_list_head", None)
-        if first is None:  # a plugin's queue
+        queue = getattr(self, "free_block_queue", None)
+        first: KVCacheBlock | None = getattr(queue, "fake_free_list_head", None)
+        if first is None:  # a plugin's queue, or a plugin's pool that has none
             return True
         passed = []
         block = first.next_free_block
@@ -83,6 +84,17 @@ class SparesRunningSteps:
             self.free_block_queue.remove(one)
             _insert(self.free_block_queue, one, block)
         return True
+
+
+def sparing(pool: object) -> SparesRunningSteps:
+    """Return a block pool; in place of a plugin's, of a class of its own, one that does nothing."""
+    return pool if isinstance(pool, SparesRunningSteps) else SparesRunningSteps()
+
+
+def null_id(pool: object) -> int | None:
+    """Return the id of the block that stands for none; None where a plugin's pool has no such."""
+    block_id: int | None = getattr(getattr(pool, "null_block", None), "block_id", None)
+    return block_id
 
 
 def _insert(queue: FreeKVCacheBlockQueue, block: KVCacheBlock, after: KVCacheBlock) -> None:

@@ -9,6 +9,7 @@ taken in that step; of attention's blocks those are here, of which it computes t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -32,13 +33,15 @@ def copies_what_is_there(coordinator: _Class) -> _Class:
 
 
 class _CopiesWhatIsThere(_Coordinator):
-    def __init__(self, *args: Any, **named: Any) -> None:  # noqa: ANN401 - as the next base
-        super().__init__(*args, **named)
-        self._begun: dict[int, int] = {}  # attention's block -> its first token of this step
+    # Not in a constructor, which a class that plugins derive from this one may replace.
+    @functools.cached_property
+    def _begun(self) -> dict[int, int]:
+        """For each of attention's blocks that this step writes: the first token that it does."""
+        return {}
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Cache a request's blocks, of which the step that is decided on writes the last."""
-        if self.enable_partial_hash_hits:
+        if getattr(self, "enable_partial_hash_hits", False):
             for manager in self._of_attention():
                 full = manager.num_cached_block.get(request.request_id, 0)
                 begin = max(request.num_computed_tokens, full * manager.block_size)

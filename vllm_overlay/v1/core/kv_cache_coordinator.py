@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
@@ -32,12 +32,14 @@ def claims_hits_first(allocate: Allocate) -> Allocate:
         num_external_computed_tokens: int,
     ) -> None:
         held: list[KVCacheBlock] = []
-        if num_external_computed_tokens:
+        # A plugin's pool may have another way to keep what the prefix cache holds.
+        free: Any = getattr(self.block_pool, "free_block_queue", None)
+        if num_external_computed_tokens and free is not None:
             tokens = num_local_computed_tokens + num_external_computed_tokens
             held += _claimed(self, new_computed_blocks, tokens)
         for block in held:
             if block.ref_cnt == 0:
-                self.block_pool.free_block_queue.remove(block)
+                free.remove(block)
             block.ref_cnt += 1
         allocate(
             self,

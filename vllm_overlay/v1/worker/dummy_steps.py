@@ -17,7 +17,10 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins_module
+
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _NOBODYS = 0
@@ -49,6 +52,13 @@ def keep_off_states(
                 for name, told in vars(builder).items():
                     if "state_indices" in name and isinstance(told, torch.Tensor):
                         told.fill_(_NOBODYS)
+
+
+def are_of_vllm(config: VllmConfig) -> bool:
+    """Whether an engine's dummy steps are vLLM's; a plugin's worker may make them its own way."""
+    worker: object = config.parallel_config.worker_cls  # "auto" until a platform has its say
+    name = worker if isinstance(worker, str) else getattr(worker, "__module__", "auto")
+    return name == "auto" or not is_plugins_module(name)
 
 
 def is_nobodys(builder: object) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
-pytest.importorskip("vllm_overlay.v1.core.block_pool", reason="up to 0.25.1")
+from vllm_overlay.v1.core.block_pool import null_id, sparing
 
 
 def queue(pool: BlockPool) -> list[int]:
@@ -35,6 +36,23 @@ def test_of_a_plugins_queue_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) ->
     pool.notes_freed(pool.get_new_blocks(1))
     monkeypatch.setattr(pool, "free_block_queue", object())
     assert pool.has_for(16, 1)
+    monkeypatch.delattr(pool, "free_block_queue")
+    assert pool.has_for(16, 1)
+
+
+def test_a_plugins_pool_is_told_of_nothing() -> None:
+    plugins, pool = SimpleNamespace(), BlockPool(4, enable_caching=False, hash_block_size=16)
+    sparing(plugins).step_begins(2)
+    sparing(plugins).notes_freed(pool.get_new_blocks(1))
+    assert sparing(plugins).has_for(16, 100)
+    assert vars(plugins) == {}
+    assert sparing(pool) is pool
+
+
+def test_a_plugins_pool_may_have_no_null_block() -> None:
+    assert null_id(BlockPool(4, enable_caching=False, hash_block_size=16)) == 0
+    assert null_id(SimpleNamespace(null_block=None)) is None
+    assert null_id(SimpleNamespace()) is None
 
 
 @pytest.mark.parametrize("seed", range(200))

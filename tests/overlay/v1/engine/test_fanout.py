@@ -34,6 +34,7 @@ def engine(connector: str | None, path: str | None = None, *children: dict[str, 
 
 NIXL = engine("NixlConnector")
 CHILD = {"kv_connector": "NixlConnector", "kv_role": "kv_both"}
+PUSHES = {"kv_connector": "NixlPushConnector", "kv_role": "kv_both"}
 OTHER = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both"}
 
 MORE: dict[str, Any] = {
@@ -84,7 +85,6 @@ def test_nothing_to_transfer_costs_no_copy(params: object) -> None:
 @pytest.mark.parametrize(
     "owner",
     [
-        engine("NixlPushConnector"),
         engine("MultiConnector", None, OTHER, CHILD),
         engine("PdConnector", "kvbm.vllm_integration.connector", OTHER, CHILD),
         SimpleNamespace(engine_client=NIXL),
@@ -100,6 +100,8 @@ def test_wherever_nixl_is_one_of_the_connectors(owner: object) -> None:
         SimpleNamespace(),
         SimpleNamespace(vllm_config=None),
         engine(None),
+        engine("NixlPushConnector"),
+        engine("MultiConnector", None, OTHER, PUSHES),
         engine("MoRIIOConnector"),
         engine("MooncakeConnector"),
         engine("LMCacheConnectorV1"),
@@ -115,8 +117,15 @@ def test_elsewhere_all_of_them_are_known_to_both_sides_as_on_stock(owner: object
     assert taken() == {}
 
 
-def test_later_turns_transfer_nothing() -> None:
-    assert transfer_done(sampling(dict(REMOTE)), NIXL).extra_args == {}
+@pytest.mark.parametrize("owner", [NIXL, engine("NixlPushConnector")])
+def test_later_turns_transfer_nothing(owner: object) -> None:
+    """P has computed the first, and pushes that."""
+    assert transfer_done(sampling(dict(REMOTE)), owner).extra_args == {}
+
+
+def test_later_turns_of_others_are_as_on_stock() -> None:
+    params = sampling(dict(REMOTE))
+    assert transfer_done(params, engine("NixlPushConnector", "of.somebody.else")) is params
 
 
 def test_answer_is_the_one_child_s() -> None:

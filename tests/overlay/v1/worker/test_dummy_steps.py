@@ -11,7 +11,7 @@ from vllm.config import CUDAGraphMode
 
 from tests.support.decode_graphs import GDN, MAMBA2
 from tests.support.dummy_steps import NOBODYS, IdleRank
-from vllm_overlay.v1.worker.dummy_steps import is_nobodys, keep_off_states
+from vllm_overlay.v1.worker.dummy_steps import are_of_vllm, is_nobodys, keep_off_states
 
 ATTENTION, STATES = 0, 1
 
@@ -32,6 +32,24 @@ def seen(rank: IdleRank) -> tuple[list[int], list[int], list[int]]:
 
 
 BEFORE = ([5, 6, 7], [5, 6, 7], [9, 9, 9])
+
+
+class Worker:
+    """A plugin's, given as a class."""
+
+
+@pytest.mark.parametrize(
+    ("worker", "expected"),
+    [
+        ("auto", True),
+        ("vllm.v1.worker.gpu_worker.Worker", True),
+        ("vllm_ascend.worker.worker.NPUWorker", False),
+        (Worker, False),
+    ],
+)
+def test_whose_dummy_steps_they_are(worker: object, expected: bool) -> None:
+    config: Any = SimpleNamespace(parallel_config=SimpleNamespace(worker_cls=worker))
+    assert are_of_vllm(config) is expected
 
 
 def test_the_rows_of_the_step_and_all_of_the_graph() -> None:

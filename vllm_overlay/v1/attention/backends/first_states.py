@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from vllm_overlay.v1.worker.dummy_steps import is_nobodys
+from vllm_overlay.v1.worker.dummy_steps import are_of_vllm, is_nobodys
 
 if TYPE_CHECKING:
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -92,7 +92,7 @@ def _zero_first_states(
     if guesses is not None:
         one = one | (guesses > 0)
     rows = torch.nonzero(one & (ends == lengths) & prompts).flatten()
-    if not len(rows):
+    if not len(rows) or not are_of_vllm(builder.vllm_config):  # a row may be one of a dummy step
         return
     # The first block in each mode: of one token there is no later one. The host waits for nothing.
     table = common.block_table_tensor

@@ -26,6 +26,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import transfers_with_nixl
+from vllm_overlay.v1.core.block_pool import null_id
 from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
 
 if TYPE_CHECKING:
@@ -104,13 +105,15 @@ def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:
     if scheduler._pause_state.value:  # whoever paused it may go on
         return None
     manager = scheduler.kv_cache_manager
-    pool = manager.block_pool
+    pool, null = manager.block_pool, null_id(manager.block_pool)
+    if null is None:  # a plugin's, which may count in a way of its own
+        return None
     if any(getattr(pool, "_freed", ())):  # 45357: a step that runs is waited for
         return None
     received, held = set(), set()
     for request in scheduler.requests.values():
         blocks = set(chain.from_iterable(manager.get_block_ids(request.request_id)))
-        blocks.discard(pool.null_block.block_id)
+        blocks.discard(null)
         if blocks and request.is_finished():
             return None  # and there may be many, on a P that waits for its readers
         if blocks and _is_received(scheduler, request):

@@ -23,6 +23,7 @@ from weakref import ref
 from vllm.v1.kv_cache_interface import SlidingWindowSpec
 from vllm.v1.request import RequestStatus
 
+from vllm_overlay.v1.core.block_pool import null_id
 from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
 from vllm_overlay.v1.kv_cache_interface import keeps_all
 
@@ -63,8 +64,8 @@ def for_any_groups(update: Update) -> Update:
         specs = [group.kv_cache_spec for group in self.kv_cache_config.kv_cache_groups]
         if len(specs) > 1 or not keeps_all(specs[0]):
             # The null block pads the lists of every request and holds no tokens.
-            null = self.kv_cache_manager.block_pool.null_block.block_id
-            invalid_block_ids = invalid_block_ids - {null}
+            null = null_id(self.kv_cache_manager.block_pool)
+            invalid_block_ids = {one for one in invalid_block_ids if one != null}
             requests = [r for r in requests if _holds(self, r, invalid_block_ids)]
             if not evict_blocks:
                 whole = [r for r in requests if len(specs) == 1 and _is_whole(self, r, specs[0])]
@@ -85,7 +86,7 @@ def _holds(scheduler: Scheduler, request: Request, block_ids: set[int]) -> bool:
 
 def _is_whole(scheduler: Scheduler, request: Request, spec: KVCacheSpec) -> bool:
     """Whether a request's only group has every token of it, though it would forget some later."""
-    null = scheduler.kv_cache_manager.block_pool.null_block.block_id
+    null = null_id(scheduler.kv_cache_manager.block_pool)
     (block_ids,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
     return isinstance(spec, SlidingWindowSpec) and null not in block_ids
 

@@ -54,9 +54,9 @@ def allocate_slots(
         delay_cache_blocks
         and end == request.num_tokens
         and num_external_computed_tokens > 1
-        and _loses_a_token(scheduler, end)
+        and _pulls(loader_of(scheduler, request))  # first: a plugin's manager may have no groups
         and not _has_states(scheduler)
-        and _pulls(loader_of(scheduler, request))
+        and _loses_a_token(scheduler, end)
         and _is_named(scheduler, request, num_new_computed_tokens, end)
     ):
         num_external_computed_tokens -= 1

@@ -125,6 +125,6 @@ def _agreed_hits(
     )
     if further:
         return blocks, agreed, agreed + further[0] if further[0] else 0
-    more: int = coordinator.num_uncached_common_prefix_tokens
+    more: int = getattr(coordinator, "num_uncached_common_prefix_tokens", 0)  # not of a plugin's
     coordinator.num_uncached_common_prefix_tokens = 0  # the next request's lookup may not say it
     return blocks, agreed, more

@@ -18,6 +18,8 @@ from __future__ import annotations
 import itertools
 from typing import TYPE_CHECKING, Any
 
+from vllm_overlay.v1.core.block_pool import sparing
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
@@ -33,13 +35,13 @@ def spares_running_steps(scheduler: Scheduler) -> None:
     # With asynchronous scheduling one step more runs than there are pipeline stages.
     most = scheduler.parallel_config.pipeline_parallel_size + 1
 
-    def step_begins(*args: object) -> object:
-        scheduler.kv_cache_manager.block_pool.step_begins(most)
-        return decided(*args)
+    def step_begins(*args: object, **named: object) -> object:
+        sparing(scheduler.kv_cache_manager.block_pool).step_begins(most)
+        return decided(*args, **named)
 
-    def step_ends(*args: object) -> object:
-        scheduler.kv_cache_manager.block_pool.step_ends()
-        return ended(*args)
+    def step_ends(*args: object, **named: object) -> object:
+        sparing(scheduler.kv_cache_manager.block_pool).step_ends()
+        return ended(*args, **named)
 
     own._update_after_schedule, own.update_from_output = step_begins, step_ends
 
@@ -56,7 +58,7 @@ def _notes_what_it_frees(scheduler: Any) -> None:  # noqa: ANN401 - its methods 
     def noting(request: Request) -> object:
         manager = scheduler.kv_cache_manager
         groups = manager.get_blocks(request.request_id).blocks
-        manager.block_pool.notes_freed(itertools.chain.from_iterable(groups))
+        sparing(manager.block_pool).notes_freed(itertools.chain.from_iterable(groups))
         return free(request)
 
     scheduler._free_request_blocks = noting

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from vllm_overlay.v1.core.block_pool import sparing
+
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
@@ -18,10 +20,10 @@ def step_begins(scheduler: Scheduler) -> None:
         # As many run as there are pipeline stages, and with async scheduling one more. Who has an
         # `update_from_output` of their own does not say when one ends; here it does all the same.
         most = scheduler.parallel_config.pipeline_parallel_size + 1
-        scheduler.kv_cache_manager.block_pool.step_begins(most)
+        sparing(scheduler.kv_cache_manager.block_pool).step_begins(most)
 
 
 def step_ends(scheduler: Scheduler) -> None:
     """The output of the oldest step is there: nothing on the device uses its blocks any more."""
     if scheduler.connector is not None:
-        scheduler.kv_cache_manager.block_pool.step_ends()
+        sparing(scheduler.kv_cache_manager.block_pool).step_ends()

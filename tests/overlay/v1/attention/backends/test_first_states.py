@@ -100,7 +100,11 @@ def test_a_builder_is_made_and_told_as_on_stock() -> None:
     states = torch.ones(3, 2)
     layers = {"a layer": SimpleNamespace(kv_cache=[states])}
     compiled = SimpleNamespace(static_forward_context=layers)
-    builder.vllm_config = SimpleNamespace(compilation_config=compiled)
+    parallel = SimpleNamespace(worker_cls="plugin.worker.Worker")
+    builder.vllm_config = SimpleNamespace(compilation_config=compiled, parallel_config=parallel)
+    builder.build(7, step((40, 1, False), (0, 1, True)))
+    assert states.min() == 1  # it may be a dummy step of the plugin's
+    parallel.worker_cls = "auto"
     builder.build(7, step((40, 1, False), (0, 1, True)))
     assert states.tolist() == [[1, 1], [1, 1], [0, 0]]
 

@@ -126,6 +126,15 @@ def test_a_pause_is_no_stand() -> None:
         assert len(holders(engine)) == held
 
 
+def test_a_plugins_pool_without_a_null_block_is_left_alone() -> None:
+    engine = full()
+    arrive(engine)
+    engine.scheduler.kv_cache_manager.block_pool.null_block = None
+    for _ in range(5):
+        engine.step()
+    assert len(holders(engine)) == 3
+
+
 @pytest.mark.parametrize(("leaves", "held"), [("req-2", 3), ("without", 2)])
 def test_blocks_that_a_finished_request_keeps_are_awaited(leaves: str, held: int) -> None:
     """Another connector saves them, say; who has none keeps nobody waiting."""

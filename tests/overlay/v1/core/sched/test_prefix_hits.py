@@ -99,6 +99,12 @@ def test_what_full_attention_has_counts(
         assert found(*groups, connector=connector) == (blocks, local * BLOCK)
 
 
+def test_a_plugins_coordinator_may_not_say_what_more_there_is() -> None:
+    coordinator = SimpleNamespace(find_longest_cache_hit=lambda *_: ((["agreed"],), BLOCK))
+    scheduler: Any = SimpleNamespace(kv_cache_manager=SimpleNamespace(coordinator=coordinator))
+    assert hits._agreed_hits(scheduler, Mock(num_tokens=100)) == ((["agreed"],), BLOCK, 0)
+
+
 def told(engine: OverlappedEngine, answers: list[int | None]) -> list[int]:
     """Have the connector load nothing, and answer so in turn; the hits that it was told of."""
     connector, heard = engine.scheduler.connector, []
