@@ -17,8 +17,6 @@ import torch
 from vllm.config import CUDAGraphMode
 from vllm.v1.kv_cache_interface import MambaSpec
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins_module
-
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -57,8 +55,8 @@ def keep_off_states(
 def are_of_vllm(config: VllmConfig) -> bool:
     """Whether an engine's dummy steps are vLLM's; a plugin's worker may make them its own way."""
     worker: object = config.parallel_config.worker_cls  # "auto" until a platform has its say
-    name = worker if isinstance(worker, str) else getattr(worker, "__module__", "auto")
-    return name == "auto" or not is_plugins_module(name)
+    home: str = worker if isinstance(worker, str) else getattr(worker, "__module__", "")
+    return home.partition(".")[0] in ("auto", "vllm")
 
 
 def is_nobodys(builder: object) -> bool:

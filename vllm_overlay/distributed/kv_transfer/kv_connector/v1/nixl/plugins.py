@@ -12,9 +12,5 @@ _OURS = ("vllm", "vllm_overlay")
 
 def is_plugins(thing: object) -> bool:
     """Whether a class or a method comes from elsewhere than vLLM and this package."""
-    return is_plugins_module(getattr(thing, "__module__", None) or _OURS[0])
-
-
-def is_plugins_module(name: str) -> bool:
-    """Whether a module, or what is in it, is of another package than these two."""
-    return name.partition(".")[0] not in _OURS
+    home: str = getattr(thing, "__module__", None) or _OURS[0]
+    return home.partition(".")[0] not in _OURS
