@@ -11,7 +11,7 @@ from pathlib import Path
 from scripts.carry import landing
 from scripts.carry.merge import Carried, Status
 from scripts.carry.sides import Sides
-from scripts.carry.state import STATE, WORK, Phase, Result, State, load_state
+from scripts.carry.state import STATE, WORK, Phase, Result, State, forget, load_state
 from scripts.carry.tables import collisions, table
 from scripts.carry.trial import judged, neighbours, start_of, without_carrying
 from scripts.commits.patches import DATE, commit_hooks
@@ -105,6 +105,13 @@ def resume(*, skip: bool = False) -> None:
         known = {result.fix for result in state.results}
         unknown = [fix for fix in commits_by_fix(repository) if fix not in known]
         repository.run("reset", "--quiet", "--hard", "HEAD^" if unknown else "HEAD")
+    elif changes := repository.changes():
+        raise UsageError(
+            f"{TREE.relative_to(ROOT)} has changes that are in no commit: {changes[0].strip()}",
+            expected="each in the commit of its fix, as that is what is proven",
+            next_step=f"git -C {TREE.relative_to(ROOT)} commit --amend, or fixup and rebase; then: "
+            "nox -s rebase -- --continue",
+        )
     _go_on(state)
 
 
@@ -171,7 +178,7 @@ def _go_on(state: State) -> None:
         state.phase = Phase.LANDING
         state.save()
     landing.land(state)
-    shutil.rmtree(WORK)
+    forget()
 
 
 def _carry_all(state: State, registry: Registry, repository: Repository) -> None:

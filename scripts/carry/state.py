@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -11,7 +12,7 @@ from scripts.carry.merge import Status
 from scripts.project import ROOT, project
 from scripts.prove.stock import Stock
 from scripts.system.errors import UsageError
-from scripts.system.files import replace_text
+from scripts.system.files import read_json, replace_text
 from scripts.upstream.lock import load_lock
 
 WORK = ROOT / ".work" / "rebase"
@@ -76,11 +77,17 @@ class State:
         replace_text(path, document + "\n")
 
 
+def forget() -> None:
+    """Remove a rebase's folder: its state first, so that nobody goes on with a part of the rest."""
+    STATE.unlink(missing_ok=True)
+    shutil.rmtree(WORK, ignore_errors=True)
+
+
 def load_state(path: Path = STATE) -> State:
     """Read what was saved.
 
     Raises:
-        UsageError: There is no rebase.
+        UsageError: There is no rebase, or its file is damaged.
     """
     if not path.is_file():
         raise UsageError(
@@ -88,7 +95,7 @@ def load_state(path: Path = STATE) -> State:
             expected=f"a worktree in {WORK.relative_to(ROOT)}",
             next_step=f"see what one would do: nox -s rebase -- {not_carried()} --dry-run",
         )
-    document = json.loads(path.read_text(encoding="utf-8"))
+    document = read_json(path, next_step="give it up: nox -s rebase -- --abort")
     stopped = document["stopped"]
     return State(
         **{name: document[name] for name in ("release", "sources", "why", "origin")},

@@ -22,12 +22,10 @@ same: patches have to apply to the pinned sdist, and tests run on the pinned whe
 
 from __future__ import annotations
 
-import shutil
-
 from packaging.version import InvalidVersion, Version
 
 from scripts.carry.rebase import resume, start
-from scripts.carry.state import WORK, not_carried
+from scripts.carry.state import WORK, forget, not_carried
 from scripts.carry.tables import table
 from scripts.carry.trial import neighbours, start_of, try_all
 from scripts.patchset.registry import load_registry
@@ -56,7 +54,7 @@ def main() -> None:
     WORK.parent.mkdir(exist_ok=True)
     with only_process(WORK.parent, "rebases in this checkout"):
         if options.abort:
-            shutil.rmtree(WORK, ignore_errors=True)
+            forget()
         elif options.go_on or options.skip:
             resume(skip=options.skip)
         elif options.release is None:

@@ -58,6 +58,12 @@ def main() -> None:
     for release in map(supported_release, options.release):
         asked = [registry.fixes[fix_id] for fix_id in wanted]
         fixes = [fix for fix in asked if fix.closed_by(release) or not fix.affects(release)]
+        if options.fix and (left := [fix.id for fix in asked if fix not in fixes]):
+            raise UsageError(
+                f"{release} has no patch for {', '.join(left)}",
+                expected="a fix whose patch can be compared with stock",
+                next_step=f"which releases have one: docs/fixes.md#{left[0].lower()}",
+            )
         before = [
             (fix, inputs(fix, release, "stock"), inputs(fix, release, "patched")) for fix in fixes
         ]

@@ -121,6 +121,7 @@ class Environment:
         # Byte code is kept even where the user's environment says no: without it each start of
         # Python spends ten seconds on compiling what vLLM and torch import.
         own = {"PYTHONPATH": os.pathsep.join(folders), "PYTHONDONTWRITEBYTECODE": ""}
+        own["PYTEST_ADDOPTS"] = ""  # a choice of tests would be on record as all of them
         return {**os.environ, **NO_GPU, **own}
 
     def site(self) -> Path:

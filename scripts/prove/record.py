@@ -18,7 +18,7 @@ from scripts.project import RECORDS
 from scripts.prove.chance import without_chance
 from scripts.prove.key import Side
 from scripts.prove.outcomes import Outcome, is_of
-from scripts.system.files import replacing
+from scripts.system.files import read_json, replacing
 
 FOLDER = RECORDS / "proofs"
 _SIDES: tuple[Side, ...] = get_args(Side)
@@ -66,9 +66,14 @@ def record(
 
 
 def document_of(release: str) -> dict[str, dict[str, Any]]:
-    """Return all that is recorded of `release` as it is stored: fix → side → entry."""
+    """Return all that is recorded of `release` as it is stored: fix → side → entry.
+
+    Raises:
+        UsageError: It is no JSON, as after a merge that nobody finished.
+    """
     path = FOLDER / f"{release}.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    again = f"git checkout {path}; or remove it, then: nox -s status -- --prove {release}"
+    return read_json(path, next_step=again) if path.is_file() else {}
 
 
 def keep(release: str, document: dict[str, dict[str, Any]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import glob
 import hashlib
+import json
 import os
 import shutil
 import tempfile
@@ -13,9 +14,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from scripts.system.console import err
+from scripts.system.errors import UsageError
 
 _MODE = 0o644  # said outright, so that the result does not depend on the caller's umask
 
@@ -61,6 +63,22 @@ def working_folder(target: Path) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(descriptor)
         sweep(target)
+
+
+def read_json(path: Path, *, next_step: str) -> Any:  # noqa: ANN401 - what is in it
+    """Return what a file of ours says.
+
+    Raises:
+        UsageError: It is no JSON; `next_step` is what the user may do then.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is no JSON: {error}",
+            expected="the file as it was written",
+            next_step=next_step,
+        ) from error
 
 
 @contextmanager

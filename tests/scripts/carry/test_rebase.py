@@ -180,6 +180,8 @@ def test_what_is_not_proven_does_not_land(checkout: Checkout) -> None:
     assert contents(checkout) == before
     # The person amends the commit, as the message says, and goes on.
     change(path, "def work9(x):\n    return work3(x)\n", "def work9(x):\n    return work1(x)\n")
+    said = rebase(checkout, "--continue", code=2)
+    assert f"changes that are in no commit: M {WORKER}" in said
     git(worktree(checkout), "commit", "--quiet", "--all", "--amend", "--no-edit")
     assert "1 by hand" in rebase(checkout, "--continue")
     assert files(checkout) == BOTH
@@ -276,6 +278,28 @@ def test_a_dry_run_leaves_nothing(checkout: Checkout) -> None:
     assert "conflict" in said
     assert contents(checkout) == before
     assert not (checkout.folder / ".work" / "rebase").exists()
+
+
+def test_a_rebase_that_is_over_is_none_though_its_folder_is_left(checkout: Checkout) -> None:
+    """A kill while the folder goes away: what is gone of it by then is nothing to land."""
+    release(checkout, "0.21.0", STAYS)
+    path = checkout.folder / "scripts" / "carry" / "state.py"
+    before = "    shutil.rmtree(WORK, ignore_errors=True)\n"
+    change(path, before, "    __import__('os').kill(__import__('os').getpid(), 9)\n")
+    assert checkout.run("rebase", "0.21.0", timeout=600).returncode == -9
+    assert releases(checkout) == ["0.20.2", "0.21.0"]
+    assert "no rebase to go on with" in rebase(checkout, "--continue", code=2)
+
+
+def test_a_damaged_state_is_said_to_be_one(checkout: Checkout) -> None:
+    state = checkout.folder / ".work" / "rebase" / "state.json"
+    state.parent.mkdir(parents=True)
+    state.write_text('{"release": "0.2')
+    said = rebase(checkout, "--continue", code=2)
+    assert "state.json is no JSON" in said
+    assert "--abort" in said
+    rebase(checkout, "--abort")
+    assert not state.parent.exists()
 
 
 @pytest.mark.parametrize(
