@@ -158,9 +158,10 @@ def _data_parallel_rank(request: Request | None) -> int | None:
 def _has_key(request: Request) -> bool:
     """Whether a request shows the API key, where one is configured, asked for it or not.
 
-    Ray Serve LLM calls handlers with requests that are in no application, which has seen to that.
+    Ray Serve LLM calls handlers with requests that are in no application, SkyRL with what has a
+    request's headers and no more; each has seen to that.
     """
-    app: Any = request.scope.get("app")
+    app: Any = getattr(request, "scope", {}).get("app")
     for middleware in app.user_middleware if app is not None else ():
         guard: Any = middleware.cls  # vLLM's own has moved between its modules
         if guard.__module__.startswith("vllm.") and hasattr(guard, "verify_token"):

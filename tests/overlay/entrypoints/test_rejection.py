@@ -886,6 +886,13 @@ def test_the_engine_that_was_asked_for_is_told(
     assert engine.told == [("mine", REMOTE, rank)]
 
 
+def test_what_has_a_requests_headers_and_no_more_is_told_of() -> None:
+    """SkyRL calls handlers with such."""
+    engine, request = Teller(), SimpleNamespace(headers={}, state=SimpleNamespace())
+    asyncio.run(rejection.notify(engine, "mine", REMOTE, request))
+    assert engine.told == [("mine", REMOTE, None)]
+
+
 class Mute(KVTransferNotifier):
     """An engine client that cannot tell anybody."""
 

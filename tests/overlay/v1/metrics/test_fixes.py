@@ -109,7 +109,13 @@ def test_where_nothing_is_transferred_nothing_is_counted() -> None:
     transferring = serving_config()
     without, unset = (SimpleNamespace(kv_transfer_config=one) for one in (None, KVTransferConfig()))
     engines = {0: ["tiny", "0"]}
-    for config, per_engine in ((without, engines), (unset, engines), (transferring, {})):
+    plugins = SimpleNamespace()
+    for config, per_engine in (
+        (without, engines),
+        (unset, engines),
+        (plugins, engines),
+        (transferring, {}),
+    ):
         registry = CollectorRegistry()
         counter = functools.partial(prometheus_client.Counter, registry=registry)
         fixes = FixesProm(counter, config, ["model_name", "engine"], per_engine)

@@ -30,9 +30,10 @@ def ends_with_its_block(split: Callable[..., int]) -> Callable[..., int]:
         num_new_local_computed_tokens: int = 0,
         num_external_computed_tokens: int = 0,
         *more: int,
+        **named: int,
     ) -> int:
         loaded = num_new_local_computed_tokens, num_external_computed_tokens
-        tokens = split(self, request, num_new_tokens, *loaded, *more)
+        tokens = split(self, request, num_new_tokens, *loaded, *more, **named)
         start = request.num_computed_tokens + sum(loaded)
         if start >= request.num_tokens - 1:
             return tokens  # of an answer, or a prompt's last with its places for guesses: decodes
