@@ -109,8 +109,7 @@ def resume(*, skip: bool = False) -> None:
         raise UsageError(
             f"{TREE.relative_to(ROOT)} has changes that are in no commit: {changes[0].strip()}",
             expected="each in the commit of its fix, as that is what is proven",
-            next_step=f"git -C {TREE.relative_to(ROOT)} commit --amend, or fixup and rebase; then: "
-            "nox -s rebase -- --continue",
+            next_step="amend that commit there, then: nox -s rebase -- --continue",
         )
     _go_on(state)
 

@@ -105,6 +105,8 @@ UNTYPED = {
     "upstream_tests/session:_selection:UsageError": "runs in an environment of 8 GB",
     "upstream_tests/session:_selection:UsageError 2": "runs in an environment of 8 GB",
     "carry/landing:land:UsageError": "a file has to change while the proof runs",
+    "carry/rebase:resume:UsageError 2": "test_rebase types it",
+    "carry/state:load_state:read_json": "test_rebase types it",
     "carry/track:track:UsageError": "asks the index",
     "carry/track:_tool:CommandError": "asks the index",
     "commits/bundle:_check:CheckFailedError": "as the others that name lint",
