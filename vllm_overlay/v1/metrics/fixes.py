@@ -41,9 +41,7 @@ class FixesProm:
         per_engine: Mapping[int, Sequence[object]],
     ) -> None:
         self._counter: Any = None
-        transfer = getattr(
-            config, "kv_transfer_config", None
-        )  # a logger of a plugin's may do without
+        transfer = getattr(config, "kv_transfer_config", None)  # a plugin's may do without
         if transfer is None or not transfer.kv_connector or not per_engine:
             return
         self._engines = per_engine
