@@ -13,9 +13,7 @@ is removed. A fix that has no patch yet needs its table in `patches/fixes.toml` 
 
 from __future__ import annotations
 
-import shutil
-
-from scripts.commits.worktree import WORKTREE, an_edit, finish, restamp, start
+from scripts.commits.worktree import an_edit, finish, forget, restamp, start
 from scripts.project import supported_release
 from scripts.system.console import entry, parser_of
 from scripts.system.errors import UsageError
@@ -33,7 +31,7 @@ def main() -> None:
     step.add_argument("--restamp", action="store_true", help="make all files anew")
     options = parser.parse_args()
     if options.abort:
-        shutil.rmtree(WORKTREE, ignore_errors=True)
+        forget()
     elif options.finish:
         finish()
     elif options.restamp:

@@ -130,6 +130,12 @@ def restamp() -> None:
         replace_text(path, text)
 
 
+def forget() -> None:
+    """Remove the worktree: its state first, so that nobody goes on with a part of the rest."""
+    _STATE.unlink(missing_ok=True)
+    shutil.rmtree(WORKTREE, ignore_errors=True)
+
+
 def finish() -> None:
     """Write the patch from what the worktree holds, and remove the worktree.
 
@@ -161,7 +167,7 @@ def finish() -> None:
     together = _together(fix, release)
     change = Change(release, {fix.id: patch}, alone=state["alone"])
     names = write(stored(registry, carried_releases(), change), registry)
-    shutil.rmtree(WORKTREE)
+    forget()
     _say(fix, release, names, together, registry)
 
 
