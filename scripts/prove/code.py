@@ -92,11 +92,13 @@ def _spell_out(
 def _imports(statements: Iterable[ast.Import | ast.ImportFrom], spell: Callable[[str], str]) -> str:
     """Return import statements that follow each other, in any order and however they are split."""
     names = (
-        f"{spell('.'.join(filter(None, (origin(one), alias.name))))} as {alias.asname}"
+        # `from vllm import envs` and `import vllm.envs` bind names of their own
+        f"({'import' if isinstance(one, ast.Import) else 'from'} "
+        f"{spell('.'.join(filter(None, (origin(one), alias.name))))} as {alias.asname})"
         for one in statements
         for alias in one.names
     )
-    return " ".join(f"(import {name})" for name in sorted(names))
+    return " ".join(sorted(names))
 
 
 def origin(statement: ast.Import | ast.ImportFrom) -> str:

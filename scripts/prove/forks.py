@@ -13,6 +13,7 @@ from scripts.prove.environment import Environment, stage
 from scripts.system.errors import CommandError
 from scripts.system.process import Finished, in_own_group
 
+PROGRAM = "tests.programs.forks"
 AT_ONCE = min(8, 3 * (os.cpu_count() or 1))
 """Runs at a time: each is one process, waits for most of its time, and takes 0.5 GB of its own."""
 
@@ -57,7 +58,7 @@ def run_in_forks(
             for run in runs
         ]
         (folder / "runs.json").write_text(json.dumps(wanted), encoding="utf-8")
-        command = [str(environment.python), "-m", "tests.programs.forks", name, str(AT_ONCE)]
+        command = [str(environment.python), "-m", PROGRAM, name, str(AT_ONCE)]
         said = folder / "said"
         with (
             said.open("w", encoding="utf-8") as output,
@@ -69,7 +70,7 @@ def run_in_forks(
         if code:
             text = said.read_text(encoding="utf-8", errors="replace")
             raise CommandError(
-                f"tests.programs.forks exited with {code}:\n{text[-4000:]}",
+                f"{PROGRAM} exited with {code}:\n{text[-4000:]}",
                 expected="exit code 0",
                 next_step="read what it says; a run by itself: nox -s tests -- tests/overlay",
             )

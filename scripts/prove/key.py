@@ -1,9 +1,9 @@
 """What a record stands for: its key is a hash of all that can change the outcomes of the run.
 
-That is the release, what the environment holds beside it, how pytest is set, and the code of the
-tests and of what they reach (`scripts.prove.reach`); where there are patches also the files that
-they change, as they are then, and the overlay modules that these import. Of code counts what it
-does: comments, docstrings, format, the order of imports and the folder of a helper do not.
+That is the release, what the environment holds beside it, how pytest is set and started, and the
+code of the tests and of what they reach (`scripts.prove.reach`); where there are patches also the
+files that they change, as they are then, and the overlay modules that these import. Of code counts
+what it does: comments, docstrings, format, the order of imports and the folder of a helper do not.
 
 A key is the same on every machine: the release goes in by its sdist, not by one of its wheels.
 """
@@ -23,8 +23,9 @@ from scripts.patchset.registry import Fix
 from scripts.patchset.target import Target
 from scripts.project import ROOT, read_toml
 from scripts.prove.code import plain
-from scripts.prove.environment import needs
-from scripts.prove.pytest import PLUGINS
+from scripts.prove.environment import NO_GPU, needs
+from scripts.prove.forks import PROGRAM
+from scripts.prove.pytest import FLAGS, PLUGINS
 from scripts.prove.reach import Sources
 from scripts.upstream.lock import load_lock
 from scripts.upstream.tree import read_source
@@ -73,7 +74,7 @@ def tests_hash(fix: Fix) -> str:
 
 @cache
 def _reached(tests: tuple[str, ...]) -> str:
-    return _hash("\n".join([*tests, _tests().text(tests, *PLUGINS)]))
+    return _hash("\n".join([*tests, _tests().text(tests, PROGRAM, *PLUGINS)]))
 
 
 @cache
@@ -85,7 +86,7 @@ def _tests() -> Sources:
 def _settings(release: str) -> str:
     """Return what the environment holds beside the release, and how pytest is set."""
     options = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
-    return json.dumps([needs(release), options], sort_keys=True)
+    return json.dumps([needs(release), options, FLAGS, NO_GPU], sort_keys=True)
 
 
 @cache

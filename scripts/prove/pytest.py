@@ -20,6 +20,10 @@ FROZEN = "tests.support.frozen"
 """The plugin that spares what imports have made from the search for garbage."""
 PLUGINS = (PLUGIN, RAISED, FROZEN)
 """What our tests run with; all of them can change an outcome."""
+FLAGS = ("-q", "--continue-on-collection-errors", "--tb=line")
+"""pytest's flags where outcomes are kept. A file that cannot be collected must not keep the
+others from running. Of a failure counts where it is and what it says; pytest takes longer to quote
+the code than to run the tests."""
 WHOLE_RUN = (0, 1)
 """Exit codes of pytest when all that was collected has run."""
 
@@ -78,10 +82,7 @@ def run_together(
 
 
 def _words(paths: Sequence[str], log: Path) -> list[str]:
-    # A file that cannot be collected must not keep the others from running. Of a failure counts
-    # where it is and what it says; pytest takes longer to quote the code than to run the tests.
-    options = ["-q", "--continue-on-collection-errors", "--tb=line", "--report-log", str(log)]
-    return [*options, *(str(ROOT / path) for path in paths)]
+    return [*FLAGS, "--report-log", str(log), *(str(ROOT / path) for path in paths)]
 
 
 def _outcomes(log: Path, result: Finished, paths: Sequence[str]) -> Outcomes:

@@ -55,6 +55,10 @@ def test_what_does_nothing_does_not_count(old: str, new: str) -> None:
     assert form(CODE.replace(old, new)) == form(CODE)
 
 
+def test_two_ways_to_import_a_module_bind_two_names() -> None:
+    assert form("import os.path") != form("from os import path")
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [

@@ -65,6 +65,8 @@ def checkout(made: Checkout, tmp_path: Path) -> Checkout:
     (folder / TEST).write_text("from tests.helper import it\n\nother = it\n")
     (folder / "tests" / "helper.py").write_text("it = 1\n")
     (folder / "tests" / "other.py").write_text("it = 1\n")
+    (folder / "tests" / "programs").mkdir()
+    (folder / "tests" / "programs" / "forks.py").write_text("it = 1\n")
     return Checkout(folder, made.cache)
 
 
@@ -234,6 +236,9 @@ class TestProof:
             ("tests/other.py", ("1", "2"), set()),
             ("pyproject.toml", ("timeout = 300", "timeout = 3"), {"0.19.1", "0.20.2"}),
             ("pyproject.toml", ("nixl==1.0.1", "nixl==1.0.0"), {"0.19.1", "0.20.2"}),
+            ("scripts/prove/pytest.py", ("--tb=line", "--tb=no"), {"0.19.1", "0.20.2"}),
+            ("scripts/prove/environment.py", ("_BUILD", "_CODE"), {"0.19.1", "0.20.2"}),
+            ("tests/programs/forks.py", ("1", "2"), {"0.19.1", "0.20.2"}),
             (HOOK, ("def ", "# Later.\ndef "), set()),
             (HOOK, ("def ", "LATER = 1\n\n\ndef "), {"0.20.2"}),
             (PATCH, ("+    return work1", "+    return work2"), {"0.20.2"}),
