@@ -31,7 +31,7 @@ from tests.support import decode_engine, nixl_worker
 from tests.support.decode_engine import DecodeEngine
 from tests.support.hybrid_engine import engine_of
 from tests.support.idle_engine import IdleEngine
-from tests.support.lease_pair import prefill_server
+from tests.support.lease_pair import computed_of, decode_server, prefill_server
 from tests.support.nixl_release import GET_META_MSG, NixlAgentMetadata
 from tests.support.nixl_worker import (
     STAGES,
@@ -675,6 +675,26 @@ def an_idle_d_frees_what_was_received_for_nobody() -> Observed:
     loop.input_queue.put(("do", come_and_leave))
     loop.watch(1.0)
     return _kept(engine)
+
+
+@scenario()
+def a_paused_engine_goes_on() -> Observed:
+    """D is paused for longer than P's lease, and the reads that it had begun end meanwhile."""
+    clock = time.monotonic
+    with prefill_server() as p:
+        d = decode_server()
+        d.send("r", range(40), p.prefill("at-p", range(40)))
+        d.step()
+        nixl_of(d.worker).finish(*nixl_of(d.worker).in_flight())
+        p.outlive_leases()
+        with mock.patch.object(time, "monotonic", lambda: clock() + 10):
+            computed, ends = 0, {}
+            over = clock() + 5
+            while d.scheduler.has_requests() and clock() < over:
+                step = d.step()
+                computed += computed_of([step], "r")
+                ends.update(step.finished)
+    return {"tokens that D has computed": computed, "ends": ends}
 
 
 def _ending(*leases: tuple[str, float]) -> Observed:

@@ -11,6 +11,7 @@ So it is where not all of an engine's workers report to its scheduler: a P annou
 they have, and a D asks nothing. (Up to 0.19.1 the second model runner makes no report, and that of
 some plugins drops those of pipeline stages.) And so it is with a P that has never answered: D's
 scheduler may be where only its workers can reach P.
+What ended while D took no steps, as when it is paused, is used too (`unseen_ends`).
 `"confirm_reads": false` in `kv_connector_extra_config` turns it off, on either side.
 """
 
@@ -51,7 +52,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger(f"vllm.{__name__}")
-refusals, unconfirmed = BoundedLog(logger), BoundedLog(logger)
+refusals, unconfirmed, unseen = BoundedLog(logger), BoundedLog(logger), BoundedLog(logger)
 
 FIELD = "remote_lease"
 """Of `kv_transfer_params`: the token of the lease on the blocks that they name."""
@@ -79,6 +80,7 @@ class _Read:
         reader: What sets it apart from all others, of any engine.
         over: All ranks have reported its end.
         failed: One of them has reported that it failed.
+        unseen: It has ended while none of them looked; None as long as nobody says so.
     """
 
     req_id: str
@@ -89,6 +91,7 @@ class _Read:
     reader: str
     over: bool = False
     failed: bool = False
+    unseen: bool | None = None
 
 
 class ConfirmedReads:
@@ -182,6 +185,9 @@ class ConfirmedReads:
         self.agents |= said.agents
         self.book.hear(said.heard)
         self.book.expire(said.ended)
+        for req_id, ended in said.unseen.items():
+            if (read := self._reads.get(req_id)) is not None:
+                read.unseen = ended and read.unseen is not False
 
     def _sign(self) -> None:
         """Ask about what was begun before the workers made their first report, if they have."""
@@ -228,6 +234,16 @@ class ConfirmedReads:
         if verdict is Verdict.ASK:
             read.check.asks(time)
             self._ask(read, time)
+        elif verdict is Verdict.REFUSE and read.unseen:
+            unseen.warning(
+                "Request %s uses KV of which the prefill server at %s:%s does not say that it "
+                "still held the blocks: this engine took no steps while it was read, as when it "
+                "is paused.",
+                printable(read.req_id),
+                read.peer.host,
+                read.peer.port,
+            )
+            return Verdict.USE
         elif verdict is Verdict.REFUSE:
             count(Acted.READ_REFUSED)
             refusals.warning(

@@ -26,6 +26,7 @@ from vllm_overlay.distributed.kv_transfer import fix_counts
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     pending_notifications,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.unseen_ends import UnseenEnds
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
@@ -66,6 +67,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
         agents: The worker's own NIXL agent; said once. This and the rest is for `confirmed_reads`.
         heard: Which agents have told it that they have read which requests' blocks.
         ended: Requests whose blocks it has given up unread.
+        unseen: By request, whether its read has ended while nobody looked (`unseen_ends`).
         fixes: How often which fix has acted in it, for `fix_counts`.
     """
 
@@ -73,6 +75,7 @@ class WorkerReport(KVConnectorWorkerMetadata):
     agents: frozenset[str] = frozenset()
     heard: Mapping[str, frozenset[str]] = field(default_factory=dict)
     ended: frozenset[str] = frozenset()
+    unseen: Mapping[str, bool] = field(default_factory=dict)
     fixes: Mapping[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> WorkerReport:
@@ -80,11 +83,13 @@ class WorkerReport(KVConnectorWorkerMetadata):
         if not isinstance(other, WorkerReport):
             return self
         both = self.heard.keys() | other.heard.keys()
+        waited = self.unseen.keys() | other.unseen.keys()
         return WorkerReport(
             self.pending + other.pending,
             self.agents | other.agents,
             {i: self.heard.get(i, frozenset()) | other.heard.get(i, frozenset()) for i in both},
             self.ended | other.ended,
+            {i: self.unseen.get(i, True) and other.unseen.get(i, True) for i in waited},
             Counter(self.fixes) + Counter(other.fixes),
         )
 
@@ -117,10 +122,11 @@ class WakesIdleEngine(WantsLooks):
         self._introduced = True
         heard, noted["_heard"] = noted.get("_heard"), {}
         ended = frozenset(noted.pop("_ended_leases", ()))
+        unseen = noted.setdefault("_unseen_ends", UnseenEnds()).look(worker)
         fixes = fix_counts.taken()
-        if not (pending or before or agents or heard or ended or fixes):
+        if not (pending or before or agents or heard or ended or unseen or fixes):
             return None
-        return WorkerReport(pending, agents, heard or {}, ended, fixes)
+        return WorkerReport(pending, agents, heard or {}, ended, unseen, fixes)
 
     # Scheduler side.
 

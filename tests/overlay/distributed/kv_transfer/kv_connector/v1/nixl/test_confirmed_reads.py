@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -21,7 +23,13 @@ from tests.support.lease_pair import (
     decode_server,
     prefill_server,
 )
-from tests.support.nixl_worker import connect, nixl_of
+from tests.support.nixl_worker import (
+    await_handshakes,
+    connect,
+    nixl_of,
+    register_peer,
+    script_handshake,
+)
 from tests.support.two_way import TWO_WAY, two_way
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import (
@@ -46,6 +54,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.lease_questions i
     Question,
     Reply,
 )
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.unseen_ends import LONG
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 PROMPT = list(range(40))
@@ -484,6 +493,60 @@ def test_a_connector_may_name_what_was_sent_in_a_list(p: PrefillServer) -> None:
     assert report is not None
     assert report.finished_sending == {"at-p"}
     assert sent.kv_connector_output.finished_sending == ["at-p"], "it may be shared by all steps"
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Lets so much time pass as a paused engine takes no steps in."""
+    clock = time.monotonic
+    return lambda: monkeypatch.setattr(time, "monotonic", lambda: clock() + 2 * LONG)
+
+
+@pytest.mark.parametrize("over", [True, False])
+def test_what_has_ended_in_a_pause_is_used_as_on_stock(
+    late: Callable[[], None], over: bool
+) -> None:
+    """Whatever became of P's lease. What goes on after the pause has no such excuse."""
+    with prefill_server() as p:
+        d = decode_server()
+        begin(d, p.prefill("at-p", PROMPT))
+        if over:
+            nixl_of(d.worker).finish(*nixl_of(d.worker).in_flight())
+        p.outlive_leases()
+        late()
+        steps = [d.step()]
+        assert used(steps + end(d)) is over
+    assert taken() == {"LEASE_ENDED": 1} | ({} if over else {"READ_REFUSED": 1})
+
+
+def test_what_begins_after_a_pause_is_not_excused_by_it(
+    late: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its handshake has lasted until then, and it is over within its first step."""
+    shaken = threading.Event()
+    with prefill_server() as p:
+        d = Server("D/0")
+        d.step()
+
+        def shake_hands(peer: str, ranks: int) -> dict[Any, str]:
+            shaken.wait(10)
+            return register_peer(d.worker, peer, ranks)
+
+        script_handshake(d.worker, shake_hands)
+        begin(d, p.prefill("at-p", PROMPT))
+        p.outlive_leases()
+        late()
+        shaken.set()
+        await_handshakes(d.worker)
+        nixl, start = nixl_of(d.worker), d._start
+
+        def read_at_once(decided: SchedulerOutput) -> None:
+            start(decided)
+            nixl.finish(*nixl.in_flight())
+
+        monkeypatch.setattr(d, "_start", read_at_once)
+        assert not used(end(d))
+    assert nixl.reads
 
 
 def told(reads: ConfirmedReads, scheduler: Any = None, **report: Any) -> Any:  # noqa: ANN401

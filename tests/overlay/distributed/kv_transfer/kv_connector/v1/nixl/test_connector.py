@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -84,13 +85,16 @@ def test_reports_of_several_ranks() -> None:
         WorkerReport(2, frozenset({"a"}), {"r": frozenset({"d/0"})}, fixes={"USED_TWICE": 1}),
         WorkerReport(0, frozenset({"b"}), {"r": frozenset({"d/1"}), "s": frozenset({"d/0"})}),
         WorkerReport(3, ended=frozenset({"t"}), fixes={"USED_TWICE": 2}),
+        WorkerReport(0, unseen={"u": True, "v": True, "w": False}),
+        WorkerReport(0, unseen={"v": False, "w": True, "x": True}),
     ]
-    joined = said[0].aggregate(said[1]).aggregate(said[2])
+    joined = functools.reduce(WorkerReport.aggregate, said)
     assert joined.pending == 5
     assert joined.agents == {"a", "b"}
     assert joined.heard == {"r": {"d/0", "d/1"}, "s": {"d/0"}}
     assert joined.ended == {"t"}
     assert joined.fixes == {"USED_TWICE": 3}
+    assert joined.unseen == {"u": True, "v": False, "w": False, "x": True}
     other: Any = object()
     assert joined.aggregate(other) is joined, "another connector's"
 
