@@ -15,15 +15,15 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.unseen_ends impor
 def test_what_was_begun_before_a_long_time_without_steps_may_have_ended_in_it(
     monkeypatch: pytest.MonkeyPatch, pause: float
 ) -> None:
-    clock = SimpleNamespace(monotonic=lambda: clock.now, now=0.0)
-    monkeypatch.setattr(module, "time", clock)
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
     worker: Any = SimpleNamespace(
         _recving_metadata=dict.fromkeys(["over", "under way", "shakes hands", "shook hands"]),
         _recving_transfers={"over": [1], "under way": [2]},
     )
     ends = UnseenEnds()
     assert ends.look(worker) == {}
-    clock.now += pause
+    now[0] += pause
     for over in ("over", "shook hands"):
         del worker._recving_metadata[over]
     del worker._recving_transfers["over"]
@@ -34,4 +34,5 @@ def test_what_was_begun_before_a_long_time_without_steps_may_have_ended_in_it(
 
 
 def test_a_worker_of_somebody_elses_may_have_no_such_tables() -> None:
-    assert UnseenEnds().look(SimpleNamespace()) == {}  # type: ignore[arg-type]
+    bare: Any = SimpleNamespace()
+    assert UnseenEnds().look(bare) == {}
