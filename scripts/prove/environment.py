@@ -13,7 +13,8 @@ import platform
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import ExitStack
+from functools import cache, partial
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -23,7 +24,7 @@ from scripts.patchset.patch import Patch, apply_patches
 from scripts.project import ROOT, read_toml
 from scripts.system.console import err
 from scripts.system.errors import UsageError
-from scripts.system.files import sha256
+from scripts.system.files import only_process, sha256
 from scripts.system.process import run
 from scripts.upstream.index import fetch
 from scripts.upstream.lock import locked_release
@@ -33,6 +34,7 @@ NO_GPU = {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 """Variables where there is none: else a package that vLLM needs since 0.22.0 starts two processes
 when it is imported, 3 s of a core each, to compile kernels."""
 
+_HAD = ExitStack()  # never closed: the system frees what this process has when it ends
 _STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
 
 
@@ -54,6 +56,8 @@ class Environment:
     def make(self) -> Environment:
         """Make the environment with the stock wheel, or take the one that is there.
 
+        It is this process's until that ends; while it is another's, this waits.
+
         Raises:
             CommandError: A package cannot be installed; what is there is made anew next time.
             UsageError: The release needs an override, and there is no uv.
@@ -66,6 +70,7 @@ class Environment:
                 expected="uv on the PATH",
                 next_step="python -m pip install uv, then run the same command",
             )
+        have_to_itself(self.release)
         stamp = self.folder / _STAMP
         wanted = "\n".join(self.contents())
         if stamp.is_file() and stamp.read_text() == wanted:
@@ -162,6 +167,17 @@ class Environment:
             target.unlink(missing_ok=True)  # the link, not the file that it shares
             target.write_bytes(data)
         return folder
+
+
+@cache
+def have_to_itself(release: str) -> None:
+    """Wait until no other process of this repository has the environment of `release`, and keep it.
+
+    What one installs is what another one's tests would import.
+    """
+    folder = ROOT / ".work" / "environments" / release
+    folder.mkdir(parents=True, exist_ok=True)
+    _HAD.enter_context(only_process(folder, f"has the environment of {release}"))
 
 
 def needs(release: str) -> tuple[list[str], list[str]]:
