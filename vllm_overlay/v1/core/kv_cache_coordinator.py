@@ -31,13 +31,11 @@ def claims_hits_first(allocate: Allocate) -> Allocate:
         num_local_computed_tokens: int,
         num_external_computed_tokens: int,
     ) -> None:
-        held: list[KVCacheBlock] = []
-        # A plugin's pool may have another way to keep what the prefix cache holds.
-        free: Any = getattr(self.block_pool, "free_block_queue", None)
-        if num_external_computed_tokens and free is not None:
+        held: list[tuple[Any, KVCacheBlock]] = []
+        if num_external_computed_tokens:
             tokens = num_local_computed_tokens + num_external_computed_tokens
             held += _claimed(self, new_computed_blocks, tokens)
-        for block in held:
+        for free, block in held:
             if block.ref_cnt == 0:
                 free.remove(block)
             block.ref_cnt += 1
@@ -48,14 +46,24 @@ def claims_hits_first(allocate: Allocate) -> Allocate:
             num_local_computed_tokens,
             num_external_computed_tokens,
         )
-        for block in held:  # each is its group's by now
+        for free, block in held:  # each is its group's by now
             block.ref_cnt -= 1
+            if block.ref_cnt == 0:  # but where a plugin's manager makes nothing of hits
+                free.append(block)
 
     return wrapper
 
 
-def _claimed(coordinator: KVCacheCoordinator, hits: Hits, tokens: int) -> Iterator[KVCacheBlock]:
-    """The blocks that the groups are going to claim of their hits: not those a window has left."""
+def _claimed(
+    coordinator: KVCacheCoordinator, hits: Hits, tokens: int
+) -> Iterator[tuple[Any, KVCacheBlock]]:
+    """The blocks that the groups are going to claim of their hits, each with the queue that it is
+    in while it is free: not those a window has left.
+
+    A plugin's pool may have another way to keep what the prefix cache holds.
+    """
     for manager, blocks in zip(coordinator.single_type_managers, hits, strict=True):
-        left = manager.get_num_skipped_tokens(tokens) // manager.block_size
-        yield from (block for block in blocks[left:] if not block.is_null)
+        free = getattr(manager.block_pool, "free_block_queue", None)
+        if free is not None:
+            left = manager.get_num_skipped_tokens(tokens) // manager.block_size
+            yield from ((free, block) for block in blocks[left:] if not block.is_null)

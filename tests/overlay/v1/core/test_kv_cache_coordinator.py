@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 from tests.support.decode_engine import DecodeEngine
 from tests.support.nixl_worker import connect, nixl_of
@@ -49,3 +52,48 @@ def test_no_block_is_given_twice_and_none_is_lost(seed: int) -> None:
     pool = engine.scheduler.kv_cache_manager.block_pool
     assert pool.get_num_free_blocks() == BLOCKS - 1
     assert all(block.ref_cnt == 0 for block in pool.blocks if not block.is_null)
+
+
+class Group:
+    """A plugin's group, with a pool of its own, which claims what it hits, or makes nothing of it.
+
+    Attributes:
+        free: the pool's queue of free blocks.
+        hit: the block that the prefix cache has.
+    """
+
+    block_size = 16
+
+    def __init__(self, first: int, *, claims: bool) -> None:
+        self.hit, *others = [KVCacheBlock(first + i) for i in range(4)]
+        self.free = FreeKVCacheBlockQueue([self.hit, *others])
+        self.block_pool = SimpleNamespace(free_block_queue=self.free)
+        self._claims = claims
+
+    def get_num_skipped_tokens(self, tokens: int) -> int:
+        return 0
+
+    def claim(self) -> None:
+        if not self._claims:
+            return
+        if self.hit.ref_cnt == 0:
+            self.free.remove(self.hit)
+        self.hit.ref_cnt += 1
+
+
+def test_of_groups_with_pools_of_their_own_each_keeps_its_count() -> None:
+    claiming, other, idle = groups = (
+        Group(0, claims=True),
+        Group(9, claims=True),
+        Group(20, claims=False),
+    )
+    kept: Any = SimpleNamespace(block_pool=claiming.block_pool, single_type_managers=groups)
+
+    def allocate(self: object, request_id: str, hits: object, local: int, external: int) -> None:
+        assert all(group.free.num_free_blocks == 3 for group in groups), "held"
+        for group in groups:
+            group.claim()
+
+    coordinator.claims_hits_first(allocate)(kept, "r", tuple([g.hit] for g in groups), 16, 16)
+    for group, free in ((claiming, 3), (other, 3), (idle, 4)):
+        assert group.free.num_free_blocks == len(group.free.get_all_free_blocks()) == free

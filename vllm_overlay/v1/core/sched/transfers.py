@@ -54,7 +54,8 @@ class AwaitsTransfers:
 
     requests: dict[str, Request]
     connector: Any
-    _all_ends_come = True  # of the request that finishes
+    # Of the request that finishes; nobody says so where a plugin has its own `_connector_finished`.
+    _all_ends_come = False
 
     @functools.cached_property
     def _under_way(self) -> WeakKeyDictionary[Request, set[Transfer]]:

@@ -96,6 +96,16 @@ def test_a_scheduler_that_does_not_say_why_it_holds_blocks_frees_them_at_the_fir
     report(engine, finished_recving="left")
 
 
+def test_where_a_plugin_asks_the_connector_itself_the_first_report_frees(
+    engine: DecodeEngine,
+) -> None:
+    """As on stock: it does not say who loads, who may be somebody that reports one end of two."""
+    engine.scheduler._connector_finished = lambda request: (True, None)
+    blocks = leave(engine, "left")
+    report(engine, finished_recving="left")
+    assert blocks <= engine._reusable()
+
+
 def test_who_keeps_encoder_outputs_sends_no_kv(engine: DecodeEngine) -> None:
     """It answers for itself, from 0.26.0 on, and nobody will say that a send is over."""
     scheduler: Any = engine.scheduler
@@ -191,7 +201,7 @@ OURS, THEIRS = of(V1 + "nixl.connector", V1 + "base"), of("in.house", V1 + "base
 @pytest.mark.parametrize(
     ("connector", "both"),
     [
-        (None, True),
+        (None, False),
         (OURS, True),
         (of("in.house", V1 + "nixl.connector", V1 + "base"), True),
         (THEIRS, False),
