@@ -44,6 +44,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.read_check import
     Verdict,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import has_engine
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.unseen_ends import LONG
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class _Read:
         reader: What sets it apart from all others, of any engine.
         over: All ranks have reported its end.
         failed: One of them has reported that it failed.
-        unseen: It has ended while none of them looked; None as long as nobody says so.
+        unseen: Since when nobody looked, if it has ended, or was to be confirmed, in such a time.
     """
 
     req_id: str
@@ -91,7 +92,7 @@ class _Read:
     reader: str
     over: bool = False
     failed: bool = False
-    unseen: bool | None = None
+    unseen: float | None = None
 
 
 class ConfirmedReads:
@@ -109,6 +110,7 @@ class ConfirmedReads:
         self._unsigned: list[_Read] = []
         self._answers: dict[Peer, bool] = {}  # whether it has, of those that were waited for
         self._unheard: dict[str, Peer] = {}  # by reader, of what was used without an answer
+        self._settled = now()
         self._unconfirmed: set[str] = set()
 
     def begin(self, request: Request, params: dict[str, Any], blocks: frozenset[int]) -> None:
@@ -142,8 +144,13 @@ class ConfirmedReads:
         Nor with what was sent and is held for a promise, until that is over.
         """
         report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
+        before, self._settled = self._settled, now()
+        if self._settled - before > LONG:
+            self._go_on(before)
+        said = None
         if report.kv_connector_worker_meta is not None:
-            self._hear(_said(report.kv_connector_worker_meta))
+            said = _said(report.kv_connector_worker_meta)
+            self._hear(said)
         if self._unsigned and output.kv_connector_output is not None:
             self._sign()
         sent = report.finished_sending or set()
@@ -154,6 +161,8 @@ class ConfirmedReads:
         finished = report.finished_recving or set()
         self._take_replies()
         self._take(report)
+        if said is not None and said.unseen:
+            self._take_unseen(said.unseen, before)
         kept: set[str] = set()
         released: set[str] = set()
         refused: dict[str, frozenset[int]] = {}
@@ -185,9 +194,13 @@ class ConfirmedReads:
         self.agents |= said.agents
         self.book.hear(said.heard)
         self.book.expire(said.ended)
-        for req_id, ended in said.unseen.items():
-            if (read := self._reads.get(req_id)) is not None:
-                read.unseen = ended and read.unseen is not False
+
+    def _go_on(self, since: float) -> None:
+        """Note that nothing was settled for long: what could be confirmed meanwhile was not."""
+        for read in self._reads.values():
+            read.check.resumes(self._settled)
+            if read.over:
+                read.unseen = since
 
     def _sign(self) -> None:
         """Ask about what was begun before the workers made their first report, if they have."""
@@ -221,6 +234,12 @@ class ConfirmedReads:
                 read.failed |= read.req_id in failed
                 read.failed |= not read.blocks.isdisjoint(report.invalid_block_ids)
 
+    def _take_unseen(self, unseen: Mapping[str, bool], since: float) -> None:
+        """Note which reads are over since nobody looked, at all of the ranks."""
+        for req_id, is_so in unseen.items():
+            if (read := self._reads.get(req_id)) is not None and is_so and read.over:
+                read.unseen = since
+
     def _verdict(self, scheduler: Scheduler, read: _Read) -> Verdict:
         request = scheduler.requests.get(read.req_id)
         if read.failed or request is None or request.is_finished():
@@ -234,11 +253,10 @@ class ConfirmedReads:
         if verdict is Verdict.ASK:
             read.check.asks(time)
             self._ask(read, time)
-        elif verdict is Verdict.REFUSE and read.unseen:
+        elif verdict is Verdict.REFUSE and _may_have_been_held(read):
             unseen.warning(
                 "Request %s uses KV of which the prefill server at %s:%s does not say that it "
-                "still held the blocks: this engine took no steps while it was read, as when it "
-                "is paused.",
+                "still held the blocks: this engine took no steps meanwhile, as when it is paused.",
                 printable(read.req_id),
                 read.peer.host,
                 read.peer.port,
@@ -283,6 +301,11 @@ class ConfirmedReads:
             engine,
             why,
         )
+
+
+def _may_have_been_held(read: _Read) -> bool:
+    """Whether P may have held the blocks when a read ended, and D not have looked in time."""
+    return read.unseen is not None and not read.check.was_gone(read.unseen)
 
 
 def _put_last(known: dict[_Key, _Value], key: _Key, value: _Value) -> None:

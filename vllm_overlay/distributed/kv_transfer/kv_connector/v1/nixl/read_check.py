@@ -49,7 +49,7 @@ class ReadCheck:
         self._asked: float | None = asked  # the last question, which is not answered
         self._silent_since = asked
         self._good_until = float("-inf")
-        self._gone = False
+        self._gone = float("inf")  # when that was asked to which P has said so first
         self._confirmed = False
         self._ended: float | None = None
         self.is_answered = False
@@ -65,26 +65,35 @@ class ReadCheck:
             self._silent_since = now
         self._asked = now
 
+    def resumes(self, now: float) -> None:
+        """Hear that D has not looked for long, until now: P is not silent because of that."""
+        self._silent_since = max(self._silent_since, now)
+
     def hears(self, asked: float, answer: Answer) -> None:
         """Take the answer to the question that was asked at `asked`."""
         self.is_answered = True
         if asked == self._asked:
             self._asked = None
         if answer.standing is Standing.GONE:
-            self._gone = True  # and P never says anything else again
+            self._gone = min(self._gone, asked)  # and P never says anything else again
             return
         self._good_until = max(self._good_until, asked + answer.seconds - MARGIN)
         # Held when it was asked for, after the read: held all the time.
         if answer.standing is Standing.READ or (self._ended is not None and asked > self._ended):
             self._confirmed = True
 
+    def was_gone(self, when: float) -> bool:
+        """Whether P has said that the blocks are gone, to what was asked until `when`."""
+        return self._gone <= when
+
     def verdict(self, now: float) -> Verdict:
         """Say what to do with the read."""
         if self._ended is None:
             return Verdict.WAIT
-        if self._confirmed or (not self._gone and self._ended <= self._good_until):
+        gone = self._gone < float("inf")
+        if self._confirmed or (not gone and self._ended <= self._good_until):
             return Verdict.USE
-        if self._gone:
+        if gone:
             return Verdict.REFUSE
         unanswered = self._asked is not None
         if unanswered and now - max(self._silent_since, self._ended) >= PATIENCE:

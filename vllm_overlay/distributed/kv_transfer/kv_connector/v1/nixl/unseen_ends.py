@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.worker import NixlConnectorWorker
 
 LONG = 5.0
-"""Seconds without a step. An engine with reads under way takes one after the other, unless it is
-paused; and P promises its blocks for longer than this (`lease_book.PROMISE`)."""
+"""Seconds without a step. An engine with reads under way takes one after the other; what makes one
+stand still for so long, but a pause, is a call of all its workers (a profile that is written)."""
 
 
 class UnseenEnds:

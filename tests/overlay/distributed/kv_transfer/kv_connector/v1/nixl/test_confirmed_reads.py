@@ -549,6 +549,50 @@ def test_what_begins_after_a_pause_is_not_excused_by_it(
     assert nixl.reads
 
 
+def waits_for_an_answer(d: Server, offer: dict[str, Any]) -> None:
+    """D has read, and P has not answered yet."""
+    begin(d, offer)
+    nixl_of(d.worker).finish(*nixl_of(d.worker).in_flight())
+    d.step()
+    assert confirmed_reads(d.part)._reads["r"].over  # type: ignore[union-attr]
+
+
+def test_an_answer_that_a_pause_has_kept_waiting_is_waited_for(
+    p: PrefillServer, late: Callable[[], None]
+) -> None:
+    d = decode_server()
+    d.send("s", [7, *PROMPT], p.prefill("other", [7, *PROMPT]))
+    d.step()
+    assert used(end(d), "s"), "P has answered before"
+    offer = p.prefill("at-p", PROMPT)
+    p.leave_unanswered()
+    waits_for_an_answer(d, offer)
+    late()
+    d.step()
+    assert d.scheduler.has_requests(), "it waits"
+    p.answer_again()
+    assert used(end(d))
+
+
+@pytest.mark.parametrize("asked_before", [False, True])
+def test_what_was_to_be_confirmed_in_a_pause_is_used_unless_p_has_said_no(
+    late: Callable[[], None], asked_before: bool
+) -> None:
+    """P's lease ends in it. What P says of it to a question from before counts, whenever heard."""
+    with prefill_server() as p:
+        d, offer = decode_server(), p.prefill("at-p", PROMPT)
+        p.leave_unanswered()
+        waits_for_an_answer(d, offer)
+        reads = confirmed_reads(d.part)
+        assert reads is not None
+        check, before = reads._reads["r"].check, reads._settled
+        check.hears(before - 1, Answer(Standing.HELD, 0.0))
+        late()
+        d.step()
+        check.hears(before + (0 if asked_before else 1), Answer(Standing.GONE, 0.0))
+        assert used(end(d)) is not asked_before
+
+
 def told(reads: ConfirmedReads, scheduler: Any = None, **report: Any) -> Any:  # noqa: ANN401
     """What a scheduler gets of such a report of its workers, or of a step without one."""
     said = KVConnectorOutput(**report) if report else None

@@ -82,6 +82,23 @@ def test_a_silent_p_is_asked_again_for_so_long_and_no_longer() -> None:
     assert check.verdict(3.0 + PATIENCE) is Verdict.REFUSE
 
 
+def test_while_d_does_not_look_nobody_is_silent() -> None:
+    check = ReadCheck(0.0)
+    check.ends(1.0)
+    check.resumes(100.0)
+    assert check.verdict(100.0 + PATIENCE - 0.1) is Verdict.ASK
+    assert check.verdict(100.0 + PATIENCE) is Verdict.REFUSE
+
+
+def test_what_p_says_is_gone_was_so_when_it_was_first_asked() -> None:
+    check = ReadCheck(0.0)
+    assert not check.was_gone(1e9)
+    for asked in (7.0, 5.0, 6.0):
+        check.hears(asked, GONE)
+    assert not check.was_gone(4.9)
+    assert check.was_gone(5.0)
+
+
 def test_what_is_asked_after_an_answer_has_the_same_time_to_find_one() -> None:
     check = ReadCheck(0.0)
     check.ends(3.0)
