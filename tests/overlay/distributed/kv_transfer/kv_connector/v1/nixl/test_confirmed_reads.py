@@ -568,8 +568,9 @@ def test_an_answer_that_a_pause_has_kept_waiting_is_waited_for(
     p.leave_unanswered()
     waits_for_an_answer(d, offer)
     late()
-    d.step()
-    assert d.scheduler.has_requests(), "it waits"
+    for _ in range(3):
+        d.step()
+    assert d.scheduler.requests["r"].status is RequestStatus.WAITING_FOR_REMOTE_KVS
     p.answer_again()
     assert used(end(d))
 
@@ -630,6 +631,19 @@ def test_a_question_goes_once_the_workers_are_known(
     reads.begin(asking("r"), offer, frozenset({1}))
     assert len(asked) == 2
     assert len(reads._readers) == 1
+
+
+def test_what_is_over_at_some_ranks_has_not_ended_unseen(p: PrefillServer) -> None:
+    """The others may begin only now: the end of all comes in a later report."""
+    reads, offer = ConfirmedReads(1), p.prefill("at-p", PROMPT)
+    reads.agents.add("D/0")
+    reads.begin(asking("r"), offer, frozenset({1}))
+    [read] = reads._reads.values()
+    here = SimpleNamespace(requests={"r": asking("r")})
+    seen = WorkerReport(0, unseen={"r": True, "gone": True})
+    for finished, is_unseen in ((set(), False), ({"r"}, True)):
+        told(reads, here, kv_connector_worker_meta=seen, finished_recving=finished)
+        assert (read.unseen is not None) is is_unseen
 
 
 @pytest.mark.parametrize(
