@@ -14,7 +14,7 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 
 from packaging.specifiers import SpecifierSet
@@ -34,7 +34,7 @@ NO_GPU = {"HUMMING_DISABLE_PARALLEL_BUILD": "1"}
 """Variables where there is none: else a package that vLLM needs since 0.22.0 starts two processes
 when it is imported, 3 s of a core each, to compile kernels."""
 
-_HAD = ExitStack()  # never closed: the system frees what this process has when it ends
+_HAD = ExitStack()
 _STAMP = "kvfix.txt"  # says what the folder in which it lies was made from
 
 
@@ -56,7 +56,7 @@ class Environment:
     def make(self) -> Environment:
         """Make the environment with the stock wheel, or take the one that is there.
 
-        It is this process's until that ends; while it is another's, this waits.
+        While another process has it this waits, see `have_to_itself`.
 
         Raises:
             CommandError: A package cannot be installed; what is there is made anew next time.
@@ -169,15 +169,22 @@ class Environment:
         return folder
 
 
-@cache
 def have_to_itself(release: str) -> None:
-    """Wait until no other process of this repository has the environment of `release`, and keep it.
+    """Wait until no other process has the environment of `release`, and keep it from others.
 
-    What one installs is what another one's tests would import.
+    What one installs is what another one's tests would import. It is this process's until that
+    ends, gives it back or takes that of another release: who waits has none that others wait for.
     """
-    folder = ROOT / ".work" / "environments" / release
+    give_back()
+    # Not in the environment, which is made anew; a copy of `nox -s rebase` has our folder.
+    folder = (ROOT / ".nox").resolve() / "locks" / release
     folder.mkdir(parents=True, exist_ok=True)
     _HAD.enter_context(only_process(folder, f"has the environment of {release}"))
+
+
+def give_back() -> None:
+    """Let other processes have the environment that this one has, if it has one."""
+    _HAD.close()
 
 
 def needs(release: str) -> tuple[list[str], list[str]]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from enum import Enum
 
 from scripts.patchset.registry import Fix
-from scripts.prove.environment import Environment
+from scripts.prove.environment import Environment, give_back
 from scripts.prove.key import inputs
 from scripts.prove.outcomes import Outcome, is_of
 from scripts.prove.pytest import run_pytest
@@ -46,6 +46,7 @@ def ask_stock(release: str, fixes: Sequence[Fix]) -> dict[str, Stock]:
         err.print(f"{release}: the tests of {len(due)} fixes on stock ...")
         paths = sorted({test.partition("::")[0] for fix in due for test in fix.tests})
         record(release, "stock", keys, run_pytest(environment, paths))
+        give_back()  # `nox -s rebase` runs others that take it
         said = on_record(release, fixes)
     return said
 

@@ -35,17 +35,17 @@ import pathlib, sys
 from scripts.project import ROOT
 from scripts.prove import environment
 environment.ROOT = pathlib.Path(sys.argv[1])
-environment.have_to_itself("0.20.2")
-environment.have_to_itself("0.20.2")
-print("has it", flush=True)
-sys.stdin.read()
+for release in sys.argv[2:]:
+    environment.have_to_itself(release)
+    print("has", release, flush=True)
+    sys.stdin.readline()
 """
 
 
 def test_an_environment_is_one_sessions_at_a_time(tmp_path: Path) -> None:
-    def session() -> subprocess.Popen[str]:
+    def session(*releases: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [sys.executable, "-c", _TAKES, tmp_path],
+            [sys.executable, "-c", _TAKES, tmp_path, *releases],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -53,15 +53,34 @@ def test_an_environment_is_one_sessions_at_a_time(tmp_path: Path) -> None:
             text=True,
         )
 
-    with session() as first:
-        assert first.stdout is not None
-        assert first.stdout.readline() == "has it\n"
-        with session() as second:
-            assert second.stderr is not None
-            said = second.stderr.readline()
-            assert said == "another process has the environment of 0.20.2; waiting for it\n"
-            first.kill()
-            assert second.communicate(timeout=60)[0] == "has it\n"
+    def says(process: subprocess.Popen[str], what: str) -> None:
+        assert process.stdout is not None
+        assert process.stdout.readline() == f"{what}\n"
+
+    def waits(process: subprocess.Popen[str], release: str) -> None:
+        assert process.stderr is not None
+        said = process.stderr.readline()
+        assert said == f"another process has the environment of {release}; waiting for it\n"
+
+    def goes_on(process: subprocess.Popen[str]) -> None:
+        assert process.stdin is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+
+    with session("0.20.2", "0.33.0") as first, session("0.33.0", "0.20.2") as second:
+        says(first, "has 0.20.2")
+        says(second, "has 0.33.0")
+        goes_on(first)  # to what the second has
+        waits(first, "0.33.0")
+        goes_on(second)  # to what the first had
+        says(second, "has 0.20.2")
+        says(first, "has 0.33.0")
+        with session("0.20.2") as third:
+            waits(third, "0.20.2")
+            second.kill()
+            says(third, "has 0.20.2")
+            third.kill()
+        first.kill()
 
 
 def test_an_override_without_uv_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -143,10 +143,18 @@ class ConfirmedReads:
         have been since the last; those of which P says that it held the blocks no more are failed.
         Nor with what was sent and is held for a promise, until that is over.
         """
-        report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
-        before, self._settled = self._settled, now()
-        if self._settled - before > LONG:
+        before = self._settled
+        if now() - before > LONG:
             self._go_on(before)
+        try:
+            return self._settle(scheduler, output, before)
+        finally:
+            self._settled = now()  # here: what this has asked was asked before what comes now
+
+    def _settle(
+        self, scheduler: Scheduler, output: ModelRunnerOutput, before: float
+    ) -> ModelRunnerOutput:
+        report: KVConnectorOutput = output.kv_connector_output or KVConnectorOutput()
         said = None
         if report.kv_connector_worker_meta is not None:
             said = _said(report.kv_connector_worker_meta)
@@ -198,8 +206,8 @@ class ConfirmedReads:
     def _go_on(self, since: float) -> None:
         """Note that nothing was settled for long: what could be confirmed meanwhile was not."""
         for read in self._reads.values():
-            read.check.resumes(self._settled)
-            if read.over:
+            read.check.resumes(now())
+            if read.over and read.unseen is None:
                 read.unseen = since
 
     def _sign(self) -> None:

@@ -575,23 +575,33 @@ def test_an_answer_that_a_pause_has_kept_waiting_is_waited_for(
     assert used(end(d))
 
 
-@pytest.mark.parametrize("asked_before", [False, True])
+@pytest.mark.parametrize("asked", ["before", "after", "between two"])
 def test_what_was_to_be_confirmed_in_a_pause_is_used_unless_p_has_said_no(
-    late: Callable[[], None], asked_before: bool
+    late: Callable[[], None], asked: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """P's lease ends in it. What P says of it to a question from before counts, whenever heard."""
     with prefill_server() as p:
         d, offer = decode_server(), p.prefill("at-p", PROMPT)
         p.leave_unanswered()
-        waits_for_an_answer(d, offer)
+        begin(d, offer)
         reads = confirmed_reads(d.part)
         assert reads is not None
-        check, before = reads._reads["r"].check, reads._settled
-        check.hears(before - 1, Answer(Standing.HELD, 0.0))
+        check = reads._reads["r"].check
+        check.hears(reads._settled, Answer(Standing.HELD, 0.0))
+        nixl_of(d.worker).finish(*nixl_of(d.worker).in_flight())
+        d.step()  # in which it asks again
+        before = check._asked
+        assert before is not None
         late()
         d.step()
-        check.hears(before + (0 if asked_before else 1), Answer(Standing.GONE, 0.0))
-        assert used(end(d)) is not asked_before
+        if asked == "between two":
+            clock = time.monotonic
+            monkeypatch.setattr(time, "monotonic", lambda: clock() + 2 * LONG)
+            d.step()
+        said = before if asked == "before" else check._asked
+        assert said is not None
+        check.hears(said, Answer(Standing.GONE, 0.0))
+        assert used(end(d)) is (asked != "before")
 
 
 def told(reads: ConfirmedReads, scheduler: Any = None, **report: Any) -> Any:  # noqa: ANN401
