@@ -587,19 +587,20 @@ def test_what_was_to_be_confirmed_in_a_pause_is_used_unless_p_has_said_no(
         reads = confirmed_reads(d.part)
         assert reads is not None
         check = reads._reads["r"].check
-        check.hears(reads._settled, Answer(Standing.HELD, 0.0))
+        assert check._asked is not None
+        check.hears(check._asked, Answer(Standing.HELD, 0.0))
         nixl_of(d.worker).finish(*nixl_of(d.worker).in_flight())
         d.step()  # in which it asks again
         before = check._asked
         assert before is not None
         late()
         d.step()
+        said = before if asked == "before" else check._asked
+        assert said is not None
         if asked == "between two":
             clock = time.monotonic
             monkeypatch.setattr(time, "monotonic", lambda: clock() + 2 * LONG)
             d.step()
-        said = before if asked == "before" else check._asked
-        assert said is not None
         check.hears(said, Answer(Standing.GONE, 0.0))
         assert used(end(d)) is (asked != "before")
 
