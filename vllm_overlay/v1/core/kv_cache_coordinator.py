@@ -39,17 +39,19 @@ def claims_hits_first(allocate: Allocate) -> Allocate:
             if block.ref_cnt == 0:
                 free.remove(block)
             block.ref_cnt += 1
-        allocate(
-            self,
-            request_id,
-            new_computed_blocks,
-            num_local_computed_tokens,
-            num_external_computed_tokens,
-        )
-        for free, block in held:  # each is its group's by now
-            block.ref_cnt -= 1
-            if block.ref_cnt == 0:  # but where a plugin's manager makes nothing of hits
-                free.append(block)
+        try:
+            allocate(
+                self,
+                request_id,
+                new_computed_blocks,
+                num_local_computed_tokens,
+                num_external_computed_tokens,
+            )
+        finally:
+            for free, block in held:  # each is its group's by now
+                block.ref_cnt -= 1
+                if block.ref_cnt == 0:  # but where that fails, or a plugin's makes nothing of hits
+                    free.append(block)
 
     return wrapper
 

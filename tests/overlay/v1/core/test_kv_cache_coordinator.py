@@ -94,6 +94,20 @@ def test_of_groups_with_pools_of_their_own_each_keeps_its_count() -> None:
         for group in groups:
             group.claim()
 
-    coordinator.claims_hits_first(allocate)(kept, "r", tuple([g.hit] for g in groups), 16, 16)
+    hits = tuple([group.hit] for group in groups)
+    coordinator.claims_hits_first(allocate)(kept, "r", hits, 16, 16)
     for group, free in ((claiming, 3), (other, 3), (idle, 4)):
         assert group.free.num_free_blocks == len(group.free.get_all_free_blocks()) == free
+
+
+def test_what_cannot_be_allocated_holds_nothing() -> None:
+    """Dynamo's memory service makes "no blocks" of an exception."""
+    group = Group(0, claims=True)
+    kept: Any = SimpleNamespace(single_type_managers=[group])
+
+    def allocate(*_: object) -> None:
+        raise ValueError("no blocks")
+
+    with pytest.raises(ValueError, match="no blocks"):
+        coordinator.claims_hits_first(allocate)(kept, "r", ([group.hit],), 16, 16)
+    assert group.free.num_free_blocks == 4

@@ -34,7 +34,8 @@ class Standing(str, Enum):
 
     HELD = "held"
     READ = "read"
-    """They were held until the workers had heard from all ranks of this reader, and no others."""
+    """They were held until the workers had heard from all ranks of this reader, and no others; or
+    the workers do not say from whom they have heard."""
     GONE = "gone"
 
 
@@ -102,6 +103,8 @@ class LeaseBook:
         """
         lease = _Lease(uuid.uuid4().hex, until)
         with self._lock:
+            if (earlier := self._held.get(req_id)) is not None and not earlier.heard:
+                earlier.expired = True  # nobody has read that, whatever becomes of this
             self._give_away(req_id)
             self._held[req_id] = self._by_token[lease.token] = lease
         return lease.token
@@ -175,8 +178,10 @@ class LeaseBook:
         with self._lock:
             lease = self._by_token.get(token)
             if lease is None:
-                read = _all_are_of(self._read.get(token, ()), agents)
-                return Answer(Standing.READ, 0.0) if read else _GONE
+                # Nobody, but where a plugin's worker does not report whom it has heard.
+                heard = self._read.get(token)
+                is_read = heard is not None and agents >= heard
+                return Answer(Standing.READ, 0.0) if is_read else _GONE
             now = self._clock()
             if lease.expired:  # not at all of the workers, or the lease would not be here
                 return Answer(Standing.HELD, 0.0)

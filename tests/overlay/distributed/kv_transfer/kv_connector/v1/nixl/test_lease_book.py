@@ -72,8 +72,10 @@ def test_blocks_that_nobody_asks_for_go_as_on_stock(held: Held) -> None:
 
 
 def test_blocks_go_as_on_stock_if_workers_do_not_say_whom_they_have_heard(held: Held) -> None:
+    """As a plugin's, which makes its reports itself: its readers go by what stock does, too."""
     held.ask()
     assert held.end()
+    assert held.ask() == held.ask("other", OTHER) == READ
 
 
 def test_of_ranks_of_two_engines_neither_has_read_them(held: Held) -> None:
