@@ -26,7 +26,7 @@ class Has(str, Enum):
 
     PROVEN = "has it"  # its tests fail on that release's stock wheel
     LIKELY = "likely"  # by the texts, or by tests that have changed since
-    UNKNOWN = "cannot say"  # its sources are not the release's where the defect lies
+    UNKNOWN = "cannot say"  # its sources are not the release's there, or nothing on record tells
 
 
 @dataclass(frozen=True)
@@ -107,8 +107,10 @@ def _require_pinned(release: str, wheel: WheelReader) -> None:
 
 def _defects(release: str, registry: Registry) -> Iterator[Defect]:
     for fix_id, cell in release_cells(release, registry, {}).items():
-        if fix_id != ALWAYS and cell.state in HAVING:
+        if fix_id != ALWAYS and cell.state in (*HAVING, State.UNPROVEN):
             has = Has.PROVEN if cell.proven else Has.LIKELY
+            if cell.state is State.UNPROVEN:
+                has = Has.UNKNOWN
             yield Defect(registry.fix(fix_id), has, cell.why[0], cell.state is State.PATCHED)
 
 

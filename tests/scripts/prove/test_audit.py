@@ -11,6 +11,7 @@ from scripts.patchset.target import Target
 from scripts.project import project
 from scripts.prove import audit
 from scripts.prove.audit import Has, audit_release, audit_wheel
+from scripts.prove.status import Cell, State
 from scripts.system.errors import NotLockedError
 from scripts.upstream.tree import read_source
 from scripts.wheel.build import build_wheel
@@ -38,6 +39,15 @@ def test_a_release_has_what_its_fixes_are_for(registry: Registry) -> None:
     having = {fix.id for fix in registry.fixes.values() if fix.affects(RELEASE)}
     assert {one.fix.id for one in found.defects} == having - {"K00"}
     assert all(one.patched for one in found.defects)
+
+
+def test_what_nothing_on_record_tells_is_said(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cell = Cell(State.UNPROVEN, False, ("There is no run.",), "", runs=False, inputs="")
+    monkeypatch.setattr(audit, "release_cells", lambda *_: {"K06": cell})
+    [found] = audit_release(RELEASE, registry).defects
+    assert (found.fix.id, found.has, found.why) == ("K06", Has.UNKNOWN, "There is no run.")
 
 
 def test_a_build_of_ones_own_has_the_same(registry: Registry, tmp_path: Path) -> None:
