@@ -35,7 +35,7 @@ class Standing(str, Enum):
     HELD = "held"
     READ = "read"
     """They were held until the workers had heard from all ranks of this reader, and no others; or
-    the workers do not say from whom they have heard."""
+    from whom is not known here, though it is of others' blocks."""
     GONE = "gone"
 
 
@@ -94,6 +94,7 @@ class LeaseBook:
         self._by_token: dict[str, _Lease] = {}
         self._ended: dict[str, _Lease] = {}  # by request, of those held
         self._read: dict[str, Set[str]] = {}  # by token, who has read what is given away
+        self._hears = False  # of who has read; not where K20 is chosen without what notes it
 
     def hold(self, req_id: str, until: float) -> str:
         """Note that the blocks of a request are held until it is read, or at least until then.
@@ -112,6 +113,7 @@ class LeaseBook:
     def hear(self, told: Mapping[str, Iterable[str]]) -> None:
         """Note which agents have told the workers that they have read which requests' blocks."""
         with self._lock:
+            self._hears |= bool(told)
             for req_id, agents in told.items():
                 if req_id in self._held:
                     self._held[req_id].heard.update(agents)
@@ -178,10 +180,11 @@ class LeaseBook:
         with self._lock:
             lease = self._by_token.get(token)
             if lease is None:
-                # Nobody, but where a plugin's worker does not report whom it has heard.
                 heard = self._read.get(token)
-                is_read = heard is not None and agents >= heard
-                return Answer(Standing.READ, 0.0) if is_read else _GONE
+                # By nobody, if a plugin's worker leaves that out of some of its reports.
+                lost = heard == set() and self._hears
+                read = lost or _all_are_of(heard or (), agents)
+                return Answer(Standing.READ, 0.0) if read else _GONE
             now = self._clock()
             if lease.expired:  # not at all of the workers, or the lease would not be here
                 return Answer(Standing.HELD, 0.0)

@@ -72,9 +72,12 @@ def test_blocks_that_nobody_asks_for_go_as_on_stock(held: Held) -> None:
 
 
 def test_blocks_go_as_on_stock_if_workers_do_not_say_whom_they_have_heard(held: Held) -> None:
-    """As a plugin's, which makes its reports itself: its readers go by what stock does, too."""
+    """K20 without what notes it; or a plugin's, which makes some of the reports itself. There its
+    readers do as on stock, too."""
     held.ask()
     assert held.end()
+    assert held.ask() == GONE
+    held.book.hear({"another": ["d/0"]})
     assert held.ask() == held.ask("other", OTHER) == READ
 
 
