@@ -29,7 +29,8 @@ class Held:
 
     def end(self, *agents: str) -> bool:
         """The workers are done, having heard of these; whether the blocks may go."""
-        self.book.hear({"r": agents})
+        if agents:
+            self.book.hear({"r": agents})
         return self.book.free(["r"]) == {"r"}
 
 
