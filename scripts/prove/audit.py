@@ -108,9 +108,10 @@ def _require_pinned(release: str, wheel: WheelReader) -> None:
 def _defects(release: str, registry: Registry) -> Iterator[Defect]:
     for fix_id, cell in release_cells(release, registry, {}).items():
         if fix_id != ALWAYS and cell.state in (*HAVING, State.UNPROVEN):
-            has = Has.PROVEN if cell.proven else Has.LIKELY
             if cell.state is State.UNPROVEN:
                 has = Has.UNKNOWN
+            else:
+                has = Has.PROVEN if cell.proven else Has.LIKELY
             yield Defect(registry.fix(fix_id), has, cell.why[0], cell.state is State.PATCHED)
 
 

@@ -84,7 +84,7 @@ def _tests() -> Sources:
 
 @cache
 def _settings(release: str) -> str:
-    """Return what the environment holds beside the release, and how pytest is set."""
+    """Return what the environment holds beside the release, and how pytest is set and started."""
     options = read_toml(ROOT / "pyproject.toml")["tool"]["pytest"]["ini_options"]
     return json.dumps([needs(release), options, FLAGS, NO_GPU], sort_keys=True)
 

@@ -34,8 +34,8 @@ class Standing(str, Enum):
 
     HELD = "held"
     READ = "read"
-    """They were held until the workers had heard from all ranks of this reader, and no others; or
-    from whom is not known here, though it is of others' blocks."""
+    """They were held until the workers had heard from all ranks of this reader, and no others. Or
+    the workers do not say whom they have heard about these blocks, and do about others."""
     GONE = "gone"
 
 
