@@ -82,7 +82,14 @@ def test_a_fork_is_what_a_fresh_process_is(environment: Environment, tmp_path: P
         ("raise ValueError('no good')", 1),
         ("import os; os.abort()", -signal.SIGABRT),
         ("import time; time.sleep(60)", -signal.SIGKILL),
+        ("import sys; sys.exit('no good')", 1),
         ("import atexit; atexit.register(print, 'at exit')", 0),
+        (
+            "import threading, time\n"
+            "def late(): time.sleep(0.2); print('at exit')\n"
+            "threading.Thread(target=late).start()",
+            0,
+        ),
     ],
 )
 def test_how_a_run_ends(environment: Environment, tmp_path: Path, code: str, ended: int) -> None:
@@ -94,6 +101,36 @@ def test_how_a_run_ends(environment: Environment, tmp_path: Path, code: str, end
     assert ("no good" in first.stderr) == (ended == 1)
     assert second.returncode == 0
     assert "usage" in second.stdout
+
+
+LISTENER = """\
+import socket, sys, time
+from pathlib import Path
+me, other = map(Path, sys.argv[1:])
+with socket.create_server(("127.0.0.1", int(me.name))) as listener:
+    me.touch()
+    while not other.exists():
+        time.sleep(0.01)
+    with socket.create_connection(("127.0.0.1", int(me.name)), timeout=5):
+        print(listener.accept()[1][0])
+    other.with_suffix(".done").touch()
+    while not me.with_suffix(".done").exists():
+        time.sleep(0.01)
+"""
+
+
+def test_two_forks_listen_at_one_port(environment: Environment, tmp_path: Path) -> None:
+    asked = "from tests.programs import forks; raise SystemExit(not forks.can_isolate())"
+    if subprocess.run([sys.executable, "-c", asked], cwd=ROOT, check=False).returncode:
+        pytest.skip("this system gives forks no loopback of their own; they share one then")
+    port = "5600"
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    marks = [str(tmp_path / name / port) for name in ("a", "b")]
+    one = side(tmp_path, "stock", program=LISTENER)
+    runs = [Fork(["program", *marks], one), Fork(["program", *reversed(marks)], one)]
+    ended = run_in_forks(environment, runs, timeout=30)
+    assert [(run.returncode, run.stdout) for run in ended] == [(0, "127.0.0.1\n")] * 2
 
 
 PARSING = """\

@@ -20,5 +20,7 @@ def holds_blocks(core: EngineCoreProc) -> bool:
     scheduler: Any = core.scheduler
     if scheduler.get_kv_connector() is None:
         return False
-    queued = len(scheduler.waiting) + len(scheduler.skipped_waiting) + len(scheduler.running)
-    return len(scheduler.requests) > queued
+    queues = ("waiting", "skipped_waiting", "running")
+    if not all(hasattr(scheduler, name) for name in (*queues, "requests")):  # it is not vLLM's
+        return False
+    return len(scheduler.requests) > sum(len(getattr(scheduler, name)) for name in queues)

@@ -99,3 +99,9 @@ def test_open_sessions_are_not_held_blocks() -> None:
     assert held.holds_blocks(core)
     scheduler.get_kv_connector = lambda: None
     assert not held.holds_blocks(core)
+
+
+def test_a_scheduler_that_is_not_of_vllm_may_have_other_queues() -> None:
+    scheduler = SimpleNamespace(get_kv_connector=lambda: object(), waiting=[], requests={1})
+    core: Any = SimpleNamespace(scheduler=scheduler)
+    assert not held.holds_blocks(core)

@@ -8,10 +8,11 @@ Both may be under way, in any order: with NIXL and a connector that saves in one
 or with one that does both. The scheduler has one flag for the two. It frees the blocks at the first
 report, and asserts at the second that it knows the request.
 
-Here each is awaited for itself, where vLLM's own connectors do the work. Others have learned to
-live with the one flag: Dynamo's KVBM and LMCache's multi-process connector leave out the end of a
-save when they report that of a load. Of a request that such a one loads the first report frees, as
-on stock. What nobody awaits frees nothing and ends nothing: it is logged.
+Here each is awaited for itself, where vLLM's own connectors do the work, or what is derived from
+NIXL's. Others have learned to live with the one flag: Dynamo's KVBM and LMCache's multi-process
+connector leave out the end of a save when they report that of a load. Of a request that such a one
+loads the first report frees, as on stock. What nobody awaits frees nothing and ends nothing: it is
+logged.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from vllm.v1.request import RequestStatus
 
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.plugins import is_plugins
 
 if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
@@ -138,7 +140,9 @@ def _reports_each(connector: object, req_id: str) -> bool:
 
 @functools.cache
 def _is_vllms(kind: type) -> bool:
-    """Whether connectors of a kind are vLLM's own, or derived from one."""
+    """Whether connectors of a kind are vLLM's own; or a plugin's, but derived from NIXL's."""
     modules = (one.__module__ for one in kind.__mro__)
-    own = (name.removeprefix(_OWN) for name in modules if name.startswith(_OWN))
+    own = [name.removeprefix(_OWN) for name in modules if name.startswith(_OWN)]
+    if is_plugins(kind):
+        return any(name.startswith("nixl") for name in own)
     return any(not name.startswith(_OF_OTHERS) for name in own)

@@ -33,10 +33,10 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     printable,
     without_unread,
 )
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.present import connectors_in
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.scheduler import reads_back
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.plugins import is_plugins
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorWorkerMetadata
 
 from vllm_overlay.distributed.kv_transfer import fix_counts
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import ClaimsBlocks
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.notifications import (
     pending_notifications,
 )
@@ -122,7 +123,9 @@ class WakesIdleEngine(WantsLooks):
         self._introduced = True
         heard, noted["_heard"] = noted.get("_heard"), {}
         ended = frozenset(noted.pop("_ended_leases", ()))
-        unseen = noted.setdefault("_unseen_ends", UnseenEnds()).look(worker)
+        unseen = {}
+        if isinstance(self, ClaimsBlocks):  # a worker that is pushed to keeps what it never gets
+            unseen = noted.setdefault("_unseen_ends", UnseenEnds()).look(worker)
         fixes = fix_counts.taken()
         if not (pending or before or agents or heard or ended or unseen or fixes):
             return None

@@ -23,8 +23,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.logger import init_logger
 
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.plugins import is_plugins
 
 if TYPE_CHECKING:
     from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import NixlAgentMetadata

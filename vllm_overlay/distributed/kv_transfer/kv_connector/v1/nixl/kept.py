@@ -50,10 +50,13 @@ def tokens_kept(scheduler: _Part, request: Request) -> int:
     """Return of how many tokens of a finished request there is KV that its reader can use.
 
     On D all but the last: a template may leave the end of an answer out of what P is sent next.
-    With states as on stock: they are those after all that was computed, and of no fewer tokens.
+    With states as on stock: they are those after all that was computed, and of no fewer tokens. So
+    with context ranks of prefills: how many tokens there are in one of their blocks differs by
+    release.
     """
     asks = (request.kv_transfer_params or {}).get("do_remote_decode")
-    if asks or state_specs(scheduler.kv_cache_config):
+    several = scheduler.vllm_config.parallel_config.prefill_context_parallel_size > 1
+    if asks or several or state_specs(scheduler.kv_cache_config):
         return request.num_computed_tokens
     return min(request.num_computed_tokens, request.num_tokens - 1)
 
@@ -67,8 +70,7 @@ def blocks_kept(scheduler: _Part, request: Request, block_ids: Any) -> Any:  # n
     if tokens == request.num_computed_tokens:
         return block_ids
     specs = [group.kv_cache_spec for group in scheduler.kv_cache_config.kv_cache_groups]
-    parallel = scheduler.vllm_config.parallel_config
-    ranks = parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size
+    ranks = scheduler.vllm_config.parallel_config.decode_context_parallel_size
     return tuple(
         ids
         if isinstance(spec, _OF_ENCODER)

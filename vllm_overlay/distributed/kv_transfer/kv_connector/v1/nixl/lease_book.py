@@ -104,9 +104,7 @@ class LeaseBook:
         """
         lease = _Lease(uuid.uuid4().hex, until)
         with self._lock:
-            if (earlier := self._held.get(req_id)) is not None and not earlier.heard:
-                earlier.expired = True  # nobody has read that, whatever becomes of this
-            self._give_away(req_id)
+            self._give_away(req_id, replaced=True)
             self._held[req_id] = self._by_token[lease.token] = lease
         return lease.token
 
@@ -158,13 +156,14 @@ class LeaseBook:
         kept = lease.heard and not lease.expired and not lease.is_read_by(lease.agents)
         return bool(kept) and lease.promised > self._clock()
 
-    def _give_away(self, req_id: str) -> None:
+    def _give_away(self, req_id: str, *, replaced: bool = False) -> None:
+        """Forget a lease, if there is one; what is `replaced` unheard nobody has read."""
         lease = self._held.pop(req_id, None)
         if lease is None:
             return
         self._ended.pop(req_id, None)
         del self._by_token[lease.token]
-        if not lease.expired:
+        if not lease.expired and (lease.heard or not replaced):
             self._read[lease.token] = lease.heard
             if len(self._read) > MAX_READ:
                 del self._read[next(iter(self._read))]

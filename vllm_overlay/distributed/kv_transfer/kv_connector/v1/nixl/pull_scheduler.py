@@ -217,7 +217,6 @@ def answer_handshake(
     listener must go on listening; an empty answer fails that handshake.
     """
     pipeline, tensor = rank
-    answer = None
-    if isinstance(pipeline, int) and isinstance(tensor, int):
-        answer = encoded.get((pipeline, tensor))
+    is_one = isinstance(pipeline, int) and isinstance(tensor, int)
+    answer = shared.metadata_of(encoded, rank) if is_one else None
     shared.send_metadata(socket, identity, answer, rank, clock)

@@ -9,7 +9,7 @@ the parameters are good enough for that.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -28,8 +28,8 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
     without_unread,
 )
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.peers import peer_not_allowed
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
+from vllm_overlay.plugins import is_plugins
 
 if TYPE_CHECKING:
     import zmq
@@ -282,8 +282,19 @@ def answer_handshake(
     The peer's client said how many ranks there are here. Asked for one that does not exist, the
     listener must go on listening.
     """
-    answer = encoded.get(rank) if isinstance(rank, int) else None
+    answer = metadata_of(encoded, rank) if isinstance(rank, int) else None
     send_metadata(socket, identity, answer, rank)
+
+
+def metadata_of(encoded: Mapping[Any, bytes], rank: object) -> bytes | None:
+    """Return the metadata of a rank, None if there is none.
+
+    As stock asks, by subscript: a plugin's mapping may answer otherwise as long as P has no links.
+    """
+    try:
+        return encoded[rank]
+    except KeyError:
+        return None
 
 
 def send_metadata(

@@ -15,6 +15,7 @@ from tests.support.nixl_release import connector_module
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import connector as overlay
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import ClaimsBlocks
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
     SOON,
@@ -125,3 +126,16 @@ def test_a_worker_says_once_who_it_is_and_what_it_has_heard(
     count(Acted.USED_TWICE)
     assert side.build_connector_worker_meta() == WorkerReport(0, fixes={"USED_TWICE": 1})
     assert side.build_connector_worker_meta() is None
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_only_a_worker_that_reads_looks_at_its_receives(
+    monkeypatch: pytest.MonkeyPatch, reads: bool
+) -> None:
+    """One that is pushed to keeps those that nobody will push, for good, as on stock."""
+    monkeypatch.setattr(overlay, "pending_notifications", lambda worker: 0)
+    side: Any = type("Connector", (ClaimsBlocks,) * reads + (WakesIdleEngine,), {})()
+    worker = side.connector_worker = SimpleNamespace(nixl_wrapper=SimpleNamespace(name=None))
+    for _ in range(2):
+        side.build_connector_worker_meta()
+    assert ("_unseen_ends" in vars(worker)) is reads

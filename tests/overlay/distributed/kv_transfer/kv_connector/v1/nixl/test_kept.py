@@ -29,9 +29,12 @@ def request(computed: int, tokens: int, **params: object) -> Any:  # noqa: ANN40
     )
 
 
-def side(*groups: GroupKind, ranks: int = 1) -> Any:  # noqa: ANN401 - NIXL's part of a scheduler
+def side(*groups: GroupKind, ranks: int = 1, prefill_ranks: int = 1) -> Any:  # noqa: ANN401
+    """NIXL's part of a scheduler, with so many context ranks."""
     found = vars(DecodeEngine(groups=groups).scheduler.connector)["connector_scheduler"]
-    found.vllm_config.parallel_config.decode_context_parallel_size = ranks
+    parallel = found.vllm_config.parallel_config
+    parallel.decode_context_parallel_size = ranks
+    parallel.prefill_context_parallel_size = prefill_ranks
     return found
 
 
@@ -65,6 +68,13 @@ def test_ranks_that_share_a_block_hold_as_many_tokens_together() -> None:
     found = kept.blocks_kept(side("full", ranks=2), request(49, 49), ([1, 2],))
     assert found == ([1, 2],)
     assert kept.blocks_kept(side("full", ranks=2), request(33, 33), ([1, 2],)) == ([1],)
+
+
+def test_with_context_ranks_of_prefills_all_is_said_as_on_stock() -> None:
+    """Each has all tokens of a block from 0.26.0 on, and its share before."""
+    scheduler, ended = side("full", prefill_ranks=2), request(49, 49)
+    assert kept.tokens_kept(scheduler, ended) == 49
+    assert kept.blocks_kept(scheduler, ended, BLOCKS[:1]) == BLOCKS[:1]
 
 
 def test_a_group_that_each_of_them_has_whole() -> None:

@@ -559,3 +559,18 @@ def test_the_listener_answers_whatever_rank_is_asked_for(rank: object) -> None:
     scheduler.answer_handshake(socket, b"who", {0: b"said"}, 0)
     assert sent == [(b"who", b"", b""), (b"who", b"", b"said")]
     assert taken() == {}
+
+
+class Down(dict[Any, bytes]):
+    """A plugin's metadata while P has no links."""
+
+    def __getitem__(self, rank: object) -> bytes:
+        return b""
+
+
+def test_the_listener_says_what_a_plugin_says_of_a_rank() -> None:
+    sent: list[tuple[bytes, ...]] = []
+    socket: Any = SimpleNamespace(send_multipart=sent.append)
+    scheduler.answer_handshake(socket, b"who", Down({0: b"said"}), 0)
+    assert sent == [(b"who", b"", b"")]
+    assert taken() == {}, "there is such a rank"

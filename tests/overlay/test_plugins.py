@@ -10,7 +10,7 @@ from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, make_worker, nixl_of, receive, step
 from tests.support.plugins import derive, leave_last_token, read_by_position
 from tests.support.serving_app import REMOTE
-from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.plugins import is_plugins
+from vllm_overlay.plugins import is_plugins
 
 
 @pytest.fixture
