@@ -22,7 +22,7 @@ from shlex import quote
 
 from rich.markup import escape
 
-from scripts.patchset.choice import ALWAYS
+from scripts.patchset.choice import ALWAYS, fix_ids
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.registry import Registry, load_registry
 from scripts.patchset.target import Target
@@ -72,28 +72,31 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--layer", action="store_true", help="write the difference alone")
     parser.add_argument(
         "--root",
-        default=ROOT_IN_IMAGE,
+        type=_folder_of_image,
         metavar="DIR",
-        help="with --layer: the folder of the image that vllm/ lies in; default: %(default)s",
+        help=f"with --layer: the folder of the image that vllm/ lies in; default: {ROOT_IN_IMAGE}",
     )
     source.add_argument("--tree", type=Path, metavar="DIR", help="patch this git checkout")
     source.add_argument("--arch", help="x86_64 or aarch64; this machine's by default")
     choice = parser.add_mutually_exclusive_group()
-    choice.add_argument("--only", type=_ids, metavar="ID,…", help="these, and what they depend on")
-    choice.add_argument("--without", type=_ids, metavar="ID,…", help="all but these")
+    choice.add_argument(
+        "--only", type=fix_ids, metavar="ID,…", help="these, and what they depend on"
+    )
+    choice.add_argument("--without", type=fix_ids, metavar="ID,…", help="all but these")
     parser.add_argument("--list", action="store_true", help="say which fixes, and make nothing")
     parser.add_argument("--out", type=Path, default=DIST, metavar="DIR")
     options = parser.parse_args()
     if options.layer and options.tree:
         parser.error("--layer and --tree exclude each other")
+    if options.root and not options.layer:
+        parser.error("--root goes with --layer")
     return options
 
 
-def _ids(text: str) -> list[str]:
-    ids = [part.strip().upper() for part in text.split(",") if part.strip()]
-    if not ids:  # as of a variable that is not set
-        raise argparse.ArgumentTypeError("it names no fix; --list says which there are")
-    return ids
+def _folder_of_image(text: str) -> str:
+    if not text.strip("/") or ".." in text.split("/"):  # as of a variable that is not set
+        raise argparse.ArgumentTypeError(f"{text!r} is no folder of site-packages in an image")
+    return text
 
 
 def _chosen(target: Target, options: argparse.Namespace, registry: Registry) -> Target:
@@ -138,11 +141,12 @@ def _difference(target: Target, registry: Registry, options: argparse.Namespace)
         digest = pinned.sha256
     else:
         source, digest = own_wheel(target, options.wheel)
-    made = write_difference(target, source, digest, registry, options.out, options.root)
+    root = options.root or ROOT_IN_IMAGE
+    made = write_difference(target, source, digest, registry, options.out, root)
     verb = "wrote" if made.written else "nothing has changed: there already is"
     for path in (made.installer, made.layer):
         out.print(f"{verb} {path}", style="bold", markup=False)
-    out.print(f"the layer is {made.diff_id}, for {options.root}", markup=False)
+    out.print(f"the layer is {made.diff_id}, for {root}", markup=False)
     list_fixes(target.patches, registry, made.plan.offsets)
     if target.choice:
         out.print(_UNPROVEN, markup=False)

@@ -38,6 +38,7 @@ def main() -> None:
         audit = audit_release(pinned_release(named), registry)
     _print(audit)
     _write(audit)
+    out.print(f"wrote {REPORT.relative_to(ROOT)}", markup=False)
 
 
 def _print(audit: Audit) -> None:
@@ -53,7 +54,6 @@ def _print(audit: Audit) -> None:
     counts = Counter(one.has.value for one in audit.defects)
     said = ", ".join(f"{count} {has}" for has, count in counts.items()) or "none"
     out.print(f"{audit.name}, a build of {audit.release}: {said}", markup=False)
-    out.print(f"wrote {REPORT.relative_to(ROOT)}", markup=False)
 
 
 def _write(audit: Audit) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from scripts.commits.worktree import an_edit, finish, forget, restamp, start
 from scripts.project import supported_release
-from scripts.system.console import entry, parser_of
+from scripts.system.console import entry, out, parser_of
 from scripts.system.errors import UsageError
 
 
@@ -31,7 +31,7 @@ def main() -> None:
     step.add_argument("--restamp", action="store_true", help="make all files anew")
     options = parser.parse_args()
     if options.abort:
-        forget()
+        out.print("The edit is given up." if forget() else "There is no edit to give up.")
     elif options.finish:
         finish()
     elif options.restamp:

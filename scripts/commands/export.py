@@ -21,6 +21,7 @@ from shlex import quote
 from scripts.commits.bundle import write_export
 from scripts.commits.clone import apply_to_tree
 from scripts.commits.fixes import branch_name
+from scripts.patchset.choice import fix_ids
 from scripts.patchset.listing import list_fixes
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry, load_registry
@@ -83,7 +84,7 @@ def _arguments() -> argparse.Namespace:
     parser = parser_of("export", __doc__)
     parser.add_argument("release", nargs="?", default=project().default_release)
     parser.add_argument(
-        "--fix", action="append", type=str.upper, metavar="ID", help="only these; repeatable"
+        "--fix", action="extend", type=fix_ids, metavar="ID,…", help="only these; repeatable"
     )
     target = parser.add_mutually_exclusive_group()
     target.add_argument("--into", type=Path, metavar="DIR", help="a clone of vLLM or of a fork")

@@ -16,6 +16,7 @@ that grows meanwhile is named. A table of a patched build of which nobody knows 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Sequence
 
 from rich.markup import escape
@@ -44,7 +45,9 @@ def main() -> None:
     parser.add_argument(
         "--history", type=_history, help="this one only, by the seed that was printed"
     )
-    parser.add_argument("--first", help="end a side when it shows something like this (regex)")
+    parser.add_argument(
+        "--first", type=_pattern, help="end a side when it shows something like this (regex)"
+    )
     parser.add_argument("--timelines", action="store_true", help="print those of stock as well")
     parser.add_argument(
         "--requests", type=at_least(1), help="one life of engines, with so many requests"
@@ -85,6 +88,14 @@ def main() -> None:
             expected="nothing that the same history does not show on stock",
             next_step="read the timelines above; reports/ has the shrunk histories",
         )
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from error
+    return text
 
 
 def _history(text: str) -> str:

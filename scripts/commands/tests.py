@@ -10,7 +10,6 @@ imported torch and transformers (tests/programs/forks.py).
 
 from __future__ import annotations
 
-import argparse
 import os
 import shlex
 import sys
@@ -21,7 +20,7 @@ from scripts.project import ROOT, project, supported_release
 from scripts.prove.environment import Environment
 from scripts.prove.forks import run_in_forks
 from scripts.prove.pytest import in_fork, start_pytest
-from scripts.system.console import entry, err, out
+from scripts.system.console import entry, err, out, parser_of
 from scripts.system.errors import CheckFailedError
 from scripts.wheel.build import patched_wheel
 
@@ -51,7 +50,8 @@ def main() -> None:
 
 def arguments(words: list[str]) -> tuple[str, list[str]]:
     """Return the release that is meant, and what is pytest's."""
-    parser = argparse.ArgumentParser(prog="nox -s tests --", add_help=False, allow_abbrev=False)
+    parser = parser_of("tests", __doc__)
+    parser.allow_abbrev = False  # what looks like ours may be pytest's
     parser.add_argument("--release", default=project().default_release)
     options, rest = parser.parse_known_args(words)
     paths = [str(ROOT / word) if word.startswith("tests/") else word for word in rest]

@@ -45,16 +45,28 @@ def write_export(release: str, patches: Sequence[Patch], registry: Registry, fol
         _check(repository, f"v{release}", branches)
         result = work / "result"
         _write(repository, release, patches, registry, branches, result)
-        if folder.exists():
+        if folder.exists() and any(folder.iterdir()):
             if _same(result, folder):
                 return False
+            if not _is_export(folder):
+                raise UsageError(
+                    f"{folder} holds something else than an export",
+                    expected="a folder that is not there yet, or is empty",
+                    next_step="name another one with --out",
+                )
             raise UsageError(
-                f"{folder} exists, and is not what would be written now",
+                f"{folder} is an export, but not what would be written now",
                 expected="no such folder, or one that holds the same export",
                 next_step=f"rm -r {quote(str(folder))}, or name another one with --out",
             )
         result.rename(folder)
     return True
+
+
+def _is_export(folder: Path) -> bool:
+    """Whether a folder holds what an export has, and nothing else on its first level."""
+    names = {path.name for path in folder.iterdir() if path.suffix != ".bundle"}
+    return names == {"README.md", "alone", "series"}
 
 
 def commit_branches(

@@ -13,8 +13,10 @@ from scripts.patchset.overlay import PACKAGE
 from scripts.patchset.patch import Offset, Patch
 from scripts.patchset.registry import Registry
 from scripts.project import project
+from scripts.system.console import err
 from scripts.system.errors import AlreadyPatchedError, DirtyTreeError, UsageError, WrongReleaseError
 from scripts.system.git import Repository
+from scripts.upstream.tree import read_source
 
 _UPSTREAM = "https://github.com/vllm-project/vllm"
 
@@ -47,19 +49,39 @@ def apply_to_tree(
             expected="the top folder of a clone, with vllm/ in it and at least one commit",
             next_step="clone vLLM or the fork there, then run the same command",
         )
-    _check_state(repository, head, branch, release)
+    if not _check_state(repository, head, branch, release):
+        _say_what_differs(repository, head, release, patches)
     (commits,), offsets = commit_fixes(repository, head, registry, [patches])
     repository.run("branch", branch, commits[-1])
     return offsets
 
 
-def _check_state(repository: Repository, head: str, branch: str, release: str) -> None:
+def _say_what_differs(
+    repository: Repository, head: str, release: str, patches: Sequence[Patch]
+) -> None:
+    """Without tags nothing tells a fork of the release from another release."""
+    names = sorted({name for patch in patches for name in patch.files})
+    others = [n for n in names if repository.read(head, n) != read_source(release, n)]
+    if others:
+        err.print(
+            f"{repository.path} has no tag of a release, and other text than vLLM {release} in "
+            f"{len(others)} of the {len(names)} files that are changed, such as {others[0]}: is it "
+            "a fork of that release?",
+            markup=False,
+        )
+
+
+def _check_state(repository: Repository, head: str, branch: str, release: str) -> bool:
+    """Raise where the branch cannot be made; return whether tags say which release HEAD is of."""
     folder, at = repository.path, f"git -C {quote(str(repository.path))}"
     if changes := repository.changes():
+        unmerged = any("U" in line[:2] or line[:2] in ("AA", "DD") for line in changes)
         raise DirtyTreeError(
             f"{folder} has {len(changes)} uncommitted changes, the first: {changes[0].strip()}",
             expected="a clean checkout",
-            next_step=f"{at} stash --include-untracked",
+            next_step="end the merge that is under way there, then run the same command"
+            if unmerged
+            else f"{at} stash --include-untracked",
         )
     if repository.resolve(f"refs/heads/{branch}"):
         raise DirtyTreeError(
@@ -85,6 +107,7 @@ def _check_state(repository: Repository, head: str, branch: str, release: str) -
             expected=f"a checkout of v{release}, or a fork on top of it",
             next_step=f"{_fetch(repository, at, release)}{at} switch --detach v{release}",
         )
+    return base is not None
 
 
 def _free_name(repository: Repository, branch: str) -> str:

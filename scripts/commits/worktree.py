@@ -19,7 +19,7 @@ from scripts.patchset.target import Target
 from scripts.project import ROOT, project
 from scripts.system.console import out
 from scripts.system.errors import PatchDoesNotApplyError, RegistryError, UsageError
-from scripts.system.files import replace_text, working_folder
+from scripts.system.files import only_process, read_json, replace_text, working_folder
 from scripts.system.git import Repository
 from scripts.upstream.tree import read_source
 
@@ -41,13 +41,20 @@ def start(release: str, fix_id: str, *, alone: bool = False) -> None:
     """
     registry = load_registry()
     fix = _needed(registry, fix_id, release)
+    WORKTREE.parent.mkdir(exist_ok=True)
+    with only_process(WORKTREE.parent, "edits a fix in this checkout"):
+        _start(fix, release, registry, alone=alone)
+    where = WORKTREE.relative_to(ROOT)
+    out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
+
+
+def _start(fix: Fix, release: str, registry: Registry, *, alone: bool) -> None:
     if _STATE.is_file():
         raise UsageError(
             f"{WORKTREE.relative_to(ROOT)} holds an edit that is not finished",
             expected="no worktree",
             next_step="nox -s edit -- --continue, or: nox -s edit -- --abort",
         )
-    WORKTREE.parent.mkdir(exist_ok=True)
     with working_folder(WORKTREE) as work:
         repository = release_repository(release, work, registry)
         before = commit_hooks(repository, "HEAD", _before(fix, release, registry), registry)
@@ -55,13 +62,11 @@ def start(release: str, fix_id: str, *, alone: bool = False) -> None:
         repository.run("reset", "--quiet", "--hard", _with(fix, release, repository, parent))
         # What is edited shows as an uncommitted change against everything that comes before it.
         repository.run("reset", "--quiet", "--soft", parent)
-        state = {"release": release, "fix": fix_id, "alone": alone}
+        state = {"release": release, "fix": fix.id, "alone": alone}
         (work / _STATE.relative_to(WORKTREE)).write_text(json.dumps(state), encoding="utf-8")
         # Without a state it is no edit, but what is left of one that a kill has ended.
         shutil.rmtree(WORKTREE, ignore_errors=True)
         work.rename(WORKTREE)
-    where = WORKTREE.relative_to(ROOT)
-    out.print(f"Edit {where}/vllm (git -C {where} diff HEAD), then: nox -s edit -- --continue")
 
 
 def an_edit() -> str:
@@ -130,10 +135,16 @@ def restamp() -> None:
         replace_text(path, text)
 
 
-def forget() -> None:
-    """Remove the worktree: its state first, so that nobody goes on with a part of the rest."""
+def forget() -> bool:
+    """Remove the worktree: its state first, so that nobody goes on with a part of the rest.
+
+    Returns:
+        Whether there was one.
+    """
+    was = _STATE.is_file()
     _STATE.unlink(missing_ok=True)
     shutil.rmtree(WORKTREE, ignore_errors=True)
+    return was
 
 
 def finish() -> None:
@@ -148,7 +159,10 @@ def finish() -> None:
             expected=f"a worktree in {WORKTREE.relative_to(ROOT)}",
             next_step=f"start one, for example: nox -s edit -- {an_edit()}",
         )
-    state = json.loads(_STATE.read_text(encoding="utf-8"))
+    where = WORKTREE.relative_to(ROOT)
+    state = read_json(
+        _STATE, next_step=f"keep what you need of {where}/vllm, then: nox -s edit -- --abort"
+    )
     release, registry = state["release"], load_registry()
     fix = _needed(registry, state["fix"], release)
     repository = Repository(WORKTREE)

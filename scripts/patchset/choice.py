@@ -6,6 +6,7 @@ every build: what would tell a patched engine from a stock one of the same relea
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Collection, Iterable
 
 from scripts.patchset.registry import Registry
@@ -13,6 +14,18 @@ from scripts.patchset.series import Series
 from scripts.system.errors import UsageError
 
 ALWAYS = "K00"
+
+
+def fix_ids(text: str) -> list[str]:
+    """Return the ids that a word of a command line names, for argparse: K01,K05.
+
+    Raises:
+        argparse.ArgumentTypeError: It names none.
+    """
+    ids = [part.strip().upper() for part in text.split(",") if part.strip()]
+    if not ids:  # as of a variable that is not set
+        raise argparse.ArgumentTypeError("it names no fix; docs/fixes.md says which there are")
+    return ids
 
 
 def only(series: Series, ids: Collection[str], registry: Registry) -> Series:

@@ -23,6 +23,7 @@ from packaging.version import Version
 from scripts.patchset.patch import Hunk, Patch
 from scripts.patchset.registry import Fix
 from scripts.project import OVERLAY, ROOT
+from scripts.system.errors import CheckFailedError
 
 PACKAGE = OVERLAY.name
 _CORE = (f"{PACKAGE}", f"{PACKAGE}.__main__", f"{PACKAGE}.provenance")
@@ -36,7 +37,11 @@ _NOTICE = "# Modified by vllm-kvfix (Apache-2.0, section 4(b)): "
 
 
 def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
-    """Return the overlay files that `patches` need, by path relative to the site folder."""
+    """Return the overlay files that `patches` need, by path relative to the site folder.
+
+    Raises:
+        CheckFailedError: One that is imported is not there.
+    """
     pending = [*_CORE]
     for patch in patches:
         pending += imported_by_hooks(patch)
@@ -49,6 +54,7 @@ def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
         seen.add(module)
         path = module_path(module)
         if path is None:
+            _require_member(module)
             continue
         name = path.relative_to(ROOT).as_posix()
         files[name] = path.read_bytes()
@@ -62,6 +68,24 @@ def overlay_files(patches: Iterable[Patch]) -> dict[str, bytes]:
 @cache
 def _imported(source: bytes) -> tuple[str, ...]:
     return tuple(imported_modules(ast.parse(source)))
+
+
+def _require_member(name: str) -> None:
+    """Raise where `name` is no module, and could be nothing else that the overlay has."""
+    above, _, member = name.rpartition(".")
+    if name.split(".")[0] != PACKAGE:
+        return
+    path = module_path(above) if above else None
+    if path is None or (
+        path.name == "__init__.py"
+        and not re.search(rf"\b{re.escape(member)}\b", path.read_text(encoding="utf-8"))
+    ):
+        missing = name if path else above
+        raise CheckFailedError(
+            f"{missing} is imported, and there is no {missing.replace('.', '/')}.py",
+            expected="a checkout of kvfix that is whole",
+            next_step=f"see what is missing: git status --short {PACKAGE}",
+        )
 
 
 def module_path(module: str) -> Path | None:

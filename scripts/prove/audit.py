@@ -67,8 +67,10 @@ def audit_wheel(path: Path, registry: Registry) -> Audit:
     Raises:
         BrokenWheelError: It is no sound wheel.
         NotLockedError: It is a build of a release that is not pinned.
+        UsageError: It is no build of vLLM, or there is no such file.
     """
     with WheelReader(path) as wheel:
+        wheel.require_vllm()
         inside: tuple[str, ...] = ()
         pinned = True  # as what a patched one was made from
         if is_patched(wheel.version):

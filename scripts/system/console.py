@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import errno
+import io
 import os
 import select
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -90,6 +92,9 @@ def entry(main: Callable[[], None]) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     # A TERM must unwind like Ctrl-C does, so that temporary files are removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(TERMINATED))
+    for stream in (sys.stdout, sys.stderr):  # None where the caller has closed it
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what its encoding does not have
     try:
         code = _ended(main)
     except BrokenPipeError:
@@ -108,7 +113,8 @@ def _ended(main: Callable[[], None]) -> int | str | None:
             code = end.code
         else:
             code = 0
-        sys.stdout.flush()  # not at the very end, where nobody is told that it failed
+        if sys.stdout is not None:
+            sys.stdout.flush()  # not at the very end, where nobody is told that it failed
         return code
     except BrokenPipeError:
         raise
@@ -146,6 +152,13 @@ def storage_error(error: OSError) -> StorageError | None:
             "the working directory is not there any more",
             expected="one that is",
             next_step="change to a folder that is there, then run the same command",
+        )
+    if isinstance(error, shutil.Error):  # of a folder that is copied: a row for each file
+        _, where, reason = error.args[0][0]
+        return StorageError(
+            f"cannot write {where}: {reason}",
+            expected="a folder with room for what is written",
+            next_step=f"put that right, then run the same command; {tail}",
         )
     reason = _STORAGE.get(error.errno or 0)
     if reason is None:

@@ -105,6 +105,7 @@ def _uv_environment() -> _Layer:
         "find-links": words("UV_FIND_LINKS", ","),
         "trusted-host": words("UV_INSECURE_HOST"),
         "timeout": words("UV_HTTP_TIMEOUT") or words("UV_REQUEST_TIMEOUT"),
+        "no-index": words("UV_OFFLINE"),  # what lies in a folder that is named may be taken
     }
 
 

@@ -106,7 +106,6 @@ class WheelReader:
         """
         self.path = path
         self.name = name or path.name
-        self.file_name = WheelName.parse(self.name)
         try:
             self._file: BinaryIO = _Bounded(io.FileIO(path))
         except OSError as error:
@@ -116,6 +115,7 @@ class WheelReader:
                 next_step="name a file that exists and that you may read",
             ) from error
         try:
+            self.file_name = WheelName.parse(self.name)
             self._open()
         except BaseException:
             self.close()
@@ -188,12 +188,27 @@ class WheelReader:
         """Return the raw bytes of the file from `start` to `end`, or to where it ends."""
         return os.pread(self._file.fileno(), end - start, start)
 
+    def require_vllm(self) -> None:
+        """Make sure that this is a build of vLLM, under whatever name.
+
+        Raises:
+            UsageError: It is none.
+        """
+        if not any(name.startswith("vllm/") for name in self.members):
+            raise UsageError(
+                f"{self.name} has no vllm/",
+                expected="a build of vLLM",
+                next_step="name another wheel",
+            )
+
     def require_unpatched(self) -> None:
-        """Make sure that this build does not carry kvfix.
+        """Make sure that this build of vLLM does not carry kvfix.
 
         Raises:
             AlreadyPatchedError: It does.
+            UsageError: It is no build of vLLM.
         """
+        self.require_vllm()
         ours = (OVERLAY.name, f"{OVERLAY.name}.py", f"{self.dist_info}/{SBOM_PATH}")
         overlay = next(
             (n for n in self.names if n in ours or n.startswith(f"{OVERLAY.name}/")), None

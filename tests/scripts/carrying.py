@@ -128,6 +128,8 @@ def _carrying() -> Checkout:
     for path in (made.folder / "vllm_overlay").iterdir():
         if path.is_dir() and path.name != "provenance":
             shutil.rmtree(path)
+        elif path.is_file() and not path.name.startswith("__"):
+            path.unlink()
     write(made.folder, _FILES)
     change(
         made.folder / "scripts" / "commands" / "lint.py",

@@ -453,6 +453,13 @@ class TestPatchSet:
         assert result.returncode in (14, 17, 18, 23)
         said_no(result, result.returncode, "vllm/moved.py")
 
+    def test_with_a_module_of_the_overlay_that_is_gone(self, checkout: Checkout) -> None:
+        (checkout.folder / f"{toys.HOOK.replace('.', '/')}.py").unlink()
+        for words in ([], ["--layer"]):
+            result = checkout.run("apply", *words)
+            said_no(result, 30, f"{toys.HOOK} is imported", "git status --short vllm_overlay")
+        assert wheels(checkout.dist) == {}
+
     def test_with_a_registry_that_contradicts_itself(self, checkout: Checkout) -> None:
         path = checkout.patches / "fixes.toml"
         path.write_text(path.read_text().replace('"Backport"', '"Done"'))
@@ -474,6 +481,30 @@ class TestTree:
         git(clone, "commit", "--quiet", "--all", "-m", "ours")
         said = checkout.run("apply", "0.20.2", "--tree", clone).stdout
         assert f"1-a-name/0.20.2.patch: hunk 1 of {toys.WORKER} applied +5 lines away" in said
+
+    def test_without_tags_says_whether_it_may_be_another_release(
+        self, checkout: Checkout, tmp_path: Path
+    ) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        git(clone, "tag", "--delete", *git(clone, "tag").split())
+        assert checkout.run("apply", "0.20.2", "--tree", clone).stderr == ""
+        git(clone, "branch", "-D", "kvfix/0.20.2")
+        (clone / toys.WORKER).write_text("\n" + toys.FILES[toys.WORKER])
+        git(clone, "commit", "--quiet", "--all", "-m", "ours")
+        said = checkout.run("apply", "0.20.2", "--tree", clone)
+        assert said.returncode == 0
+        assert f"1 of the 2 files that are changed, such as {toys.WORKER}" in said.stderr
+
+    def test_in_the_middle_of_a_merge_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
+        clone = toys.clone_of_vllm(tmp_path / "vllm")
+        for name, text in (("one", "1\n"), ("two", "2\n")):
+            git(clone, "switch", "--quiet", "-c", name, "v0.20.2")
+            (clone / toys.WORKER).write_text(text)
+            git(clone, "commit", "--quiet", "--all", "-m", name)
+        subprocess.run(["git", "-C", clone, "merge", "one"], capture_output=True, check=False)
+        result = checkout.run("apply", "--tree", clone)
+        said_no(result, 21, "uncommitted", "end the merge")
+        assert "stash" not in result.stderr
 
     def test_that_is_dirty_or_none_is_refused(self, checkout: Checkout, tmp_path: Path) -> None:
         clone = toys.clone_of_vllm(tmp_path / "vllm")

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -156,12 +157,29 @@ def test_what_a_kill_has_left_is_no_edit(checkout: Checkout, tmp_path: Path) -> 
     assert "no edit to continue" in ended(checkout, "--continue")
     assert not worktree(checkout).exists()
     ended(checkout, "0.20.2", "1")
-    assert [path.name for path in worktree(checkout).parent.iterdir()] == ["edit"]
+    assert {path.name for path in worktree(checkout).parent.iterdir()} == {"edit", ".lock"}
     (worktree(checkout) / ".git" / "kvfix.json").unlink()  # as where it was being removed
     (worktree(checkout) / "left").touch()
     ended(checkout, "0.20.2", "2")
     assert not (worktree(checkout) / "left").exists()
     ended(checkout, "--continue")
+
+
+def test_two_at_once_do_not_replace_each_other(checkout: Checkout) -> None:
+    with ThreadPoolExecutor() as both:
+        ends = [both.submit(checkout.run, "edit", "0.20.2", fix) for fix in ("1", "2")]
+    assert sorted(end.result().returncode for end in ends) == [0, 2]
+    (refused,) = (end.result().stderr for end in ends if end.result().returncode)
+    assert "an edit that is not finished" in refused
+
+
+def test_a_state_that_is_cut_off_is_no_traceback(checkout: Checkout) -> None:
+    ended(checkout, "0.20.2", "1")
+    (worktree(checkout) / ".git" / "kvfix.json").write_text('{"release": ')
+    assert "keep what you need of .work/edit/vllm" in ended(checkout, "--continue")
+    assert worktree(checkout).is_dir()
+    ended(checkout, "--abort")
+    assert not worktree(checkout).exists()
 
 
 def test_a_series_that_does_not_apply_leaves_no_worktree(checkout: Checkout) -> None:

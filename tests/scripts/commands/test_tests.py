@@ -27,7 +27,7 @@ OVERLAY = str(ROOT / "tests" / "overlay")
         (["--release", "v0.33.0"], "0.33.0", []),
         (["tests/overlay", "--release=0.33.0", "-x", "--durations=3"], "0.33.0",
          [OVERLAY, "-x", "--durations=3"]),
-        (["--rel", "-h"], project().default_release, ["--rel", "-h"]),
+        (["--rel", "--fixtures"], project().default_release, ["--rel", "--fixtures"]),
     ],
 )  # fmt: skip
 def test_all_but_the_release_goes_to_pytest(

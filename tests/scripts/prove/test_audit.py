@@ -12,10 +12,11 @@ from scripts.project import project
 from scripts.prove import audit
 from scripts.prove.audit import Has, audit_release, audit_wheel
 from scripts.prove.status import Cell, State
-from scripts.system.errors import NotLockedError
+from scripts.system.errors import NotLockedError, UsageError
 from scripts.upstream.tree import read_source
 from scripts.wheel.build import build_wheel
 from tests.scripts.checkouts import wheel_bytes, wheel_name
+from tests.scripts.wheels import with_metadata, zip_bytes
 
 RELEASE = project().default_release
 
@@ -54,6 +55,15 @@ def test_a_build_of_ones_own_has_the_same(registry: Registry, tmp_path: Path) ->
     found = audit_wheel(own(tmp_path), registry)
     assert (found.release, found.inside) == (RELEASE, ())
     assert found.defects == audit_release(RELEASE, registry).defects
+
+
+def test_what_is_no_build_of_vllm_is_said_to_be_none(registry: Registry, tmp_path: Path) -> None:
+    path = tmp_path / "other-1.0-py3-none-any.whl"
+    path.write_bytes(zip_bytes(with_metadata({"other.py": b""}, "1.0", "other")))
+    with pytest.raises(UsageError, match="has no vllm/"):
+        audit_wheel(path, registry)
+    with pytest.raises(UsageError, match="No such file"):
+        audit_wheel(tmp_path / "missing.whl", registry)
 
 
 def test_of_other_sources_nothing_is_said(registry: Registry, tmp_path: Path) -> None:

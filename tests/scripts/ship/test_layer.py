@@ -391,6 +391,14 @@ class TestLayer:
         assert "opt/app/site/.wh.vllm-0.20.2.dist-info" in names
         assert not [name for name in names if name.endswith(".pyc")]
 
+    @pytest.mark.parametrize("root", ["", "/", "../../etc", "opt/../.."])
+    def test_goes_nowhere_else(self, checkout: Checkout, tmp_path: Path, root: str) -> None:
+        done = checkout.run("apply", "--layer", "--root", root, "--out", tmp_path / "out")
+        assert (done.returncode, "is no folder of site-packages" in done.stderr) == (2, True)
+        assert not (tmp_path / "out").exists()
+        done = checkout.run("apply", "--root", "/opt/app/site")
+        assert (done.returncode, "--root goes with --layer" in done.stderr) == (2, True)
+
     def test_holds_what_was_chosen(self, checkout: Checkout, tmp_path: Path) -> None:
         done = checkout.run("apply", "--layer", "--without", "2", "--out", tmp_path)
         assert done.returncode == 0

@@ -48,6 +48,7 @@ COLLIDES = {
 # A command stands at the beginning, or behind a colon, a semicolon or a bracket.
 COMMAND = re.compile(r"(?:^|: |; |\()((?:nox|git|rm|python|pip) [^,;)]*)")
 EXPRESSIONS = {
+    "PACKAGE": "vllm_overlay",
     "an_edit()": "0.20.2 K05",
     "at": "git -C folder",
     "branch": "kvfix/v0.20.2",
@@ -108,6 +109,8 @@ UNTYPED = {
     "carry/rebase:resume:UsageError 2": "test_rebase types it",
     "carry/state:load_state:read_json": "test_rebase types it",
     "carry/track:track:UsageError": "asks the index",
+    "commits/worktree:finish:read_json": "as where it is not finished",
+    "patchset/overlay:_require_member:CheckFailedError": "test_apply types it",
     "carry/track:_tool:CommandError": "asks the index",
     "commits/bundle:_check:CheckFailedError": "as the others that name lint",
     "carry/landing:_run:CheckFailedError": "as that of _check_needed in the same module",
@@ -352,7 +355,7 @@ def test_a_rebase_that_leaves_a_fix_out_or_is_given_up(checkout: Checkout) -> No
         assert "0.22.0" in typed(checkout, trial).stdout
 
 
-shows("commands/edit:main:UsageError", "commits/worktree:start:UsageError")
+shows("commands/edit:main:UsageError", "commits/worktree:_start:UsageError")
 shows("commits/worktree:finish:UsageError", "commits/worktree:finish:UsageError 2")
 
 
@@ -362,7 +365,7 @@ def test_an_edit(checkout: Checkout) -> None:
         example
     ]
     typed(checkout, example)
-    go_on, abort = named(typed(checkout, example, 2), "commits/worktree:start:UsageError")
+    go_on, abort = named(typed(checkout, example, 2), "commits/worktree:_start:UsageError")
     typed(checkout, abort)
     typed(checkout, example)
     typed(checkout, go_on)
@@ -374,16 +377,17 @@ def test_an_edit(checkout: Checkout) -> None:
     typed(checkout, example)
 
 
-shows("commands/export:_selected:UsageError", "commits/bundle:write_export:UsageError 2")
+shows("commands/export:_selected:UsageError", "commits/bundle:write_export:UsageError 3")
 
 
 def test_an_export(checkout: Checkout, tmp_path: Path) -> None:
     (whole,) = refused(checkout, "commands/export:_selected:UsageError", "export", "--fix", "7")
     typed(checkout, whole)
     folder = tmp_path / "with a space"
-    write(folder, {"mine": "mine\n"})
     again = ("export", "--out", folder)
-    (remove,) = refused(checkout, "commits/bundle:write_export:UsageError 2", *again)
+    assert checkout.run(*again).returncode == 0
+    write(folder, {"README.md": "mine\n"})
+    (remove,) = refused(checkout, "commits/bundle:write_export:UsageError 3", *again)
     typed(checkout, remove)
     assert checkout.run(*again).returncode == 0
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -209,3 +210,26 @@ def test_no_error_and_no_table_moves_the_cursor(capsys: pytest.CaptureFixture[st
 
 def test_what_can_be_shown_is_shown_as_it_is() -> None:
     assert console.visible("größe → 1\n  [bold]\t✗") == "größe → 1\n  [bold]\t✗"
+
+
+def test_a_copy_that_fails_says_of_which_file(tmp_path: Path) -> None:
+    error = shutil.Error([(tmp_path / "a", tmp_path / "b", "[Errno 28] No space left on device")])
+    said = storage_error(error)
+    assert said is not None
+    assert said.found == f"cannot write {tmp_path / 'b'}: [Errno 28] No space left on device"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_does_not_have_is_written_as_an_escape(encoding: str) -> None:
+    code = "from scripts.system.console import entry, out; entry(lambda: out.print('K01 → ✓'))"
+    command = [sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONIOENCODING": encoding}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, rb"K01 \u2192 \u2713" + b"\n", b"")
+
+
+def test_an_output_that_is_closed_is_no_traceback() -> None:
+    code = "from scripts.system.console import entry, out; entry(lambda: out.print('K01'))"
+    command = f'exec {sys.executable} -c "{code}" >&-'
+    done = subprocess.run(command, shell=True, cwd=ROOT, capture_output=True, check=False)  # noqa: S602
+    assert (done.returncode, done.stderr) == (0, b"")

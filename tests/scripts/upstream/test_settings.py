@@ -72,6 +72,13 @@ class TestEnvironment:
             timeout=120,
         )
 
+    @pytest.mark.parametrize(("value", "offline"), [("1", True), ("true", True), ("0", False)])
+    def test_uv_without_a_network(
+        self, monkeypatch: pytest.MonkeyPatch, value: str, offline: bool
+    ) -> None:
+        monkeypatch.setenv("UV_OFFLINE", value)
+        assert read_settings().no_index is offline
+
     def test_uv_credentials_of_a_named_index(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("UV_INDEX", "in-house=https://b.test/simple other=https://c.test/simple")
         monkeypatch.setenv("UV_INDEX_IN_HOUSE_USERNAME", "reader")

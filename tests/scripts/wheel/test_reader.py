@@ -289,7 +289,7 @@ def test_a_wrong_crc_in_the_metadata_is_refused(tmp_path: Path) -> None:
 
 def test_a_patched_wheel_is_told_apart(tmp_path: Path) -> None:
     by_version = stock_wheel_file(tmp_path, {"vllm/a.py": b""}, version="0.20.2+kvfix.0.1.0")
-    by_content = stock_wheel_file(tmp_path, {"vllm_overlay/__init__.py": b""})
+    by_content = stock_wheel_file(tmp_path, {"vllm/a.py": b"", "vllm_overlay/__init__.py": b""})
     for path, reason in ((by_version, "its version is"), (by_content, "it holds vllm_overlay/")):
         with WheelReader(path) as wheel, pytest.raises(AlreadyPatchedError, match=reason):
             wheel.require_unpatched()
