@@ -43,7 +43,9 @@ def main() -> None:
         "--fix", action="append", type=str.upper, metavar="ID", help="only this fix; repeatable"
     )
     parser.add_argument(
-        "--again", action="store_true", help="run each fix alone also where that is on record"
+        "--again",
+        action="store_true",
+        help="run each fix alone on all tests: where that is on record, and where it touches none",
     )
     options = parser.parse_args()
     registry = load_registry()
@@ -69,7 +71,7 @@ def main() -> None:
         ]
         keys = keys_alone(release, registry)
         known = {} if options.again else held(release, keys)
-        proof = prove_release(release, fixes, registry, known)
+        proof = prove_release(release, fixes, registry, known, whole=options.again)
         out.print(_table(proof))
         out.print(_said_alone(proof))
         write_report(proof)

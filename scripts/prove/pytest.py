@@ -47,10 +47,14 @@ def run_pytest(
 
 @dataclass(frozen=True)
 class Run:
-    """A run of the tests below `paths`; the `vllm` of `shadow`, if any, hides the installed one."""
+    """A run of the tests below `paths`; the `vllm` of `shadow`, if any, hides the installed one.
+
+    `words` are more of pytest's.
+    """
 
     paths: Sequence[str]
     shadow: Path | None = None
+    words: Sequence[str] = ()
 
 
 def run_together(
@@ -70,7 +74,7 @@ def run_together(
     with tempfile.TemporaryDirectory() as folder:
         logs = [Path(folder, f"{number}.jsonl") for number in range(len(runs))]
         forks = [
-            in_fork(_words(run.paths, log), run.shadow)
+            in_fork([*run.words, *_words(run.paths, log)], run.shadow)
             for run, log in zip(runs.values(), logs, strict=True)
         ]
         ended = run_in_forks(environment, [*forks, *others], timeout=timeout)
@@ -82,7 +86,7 @@ def run_together(
 
 
 def _words(paths: Sequence[str], log: Path) -> list[str]:
-    return [*FLAGS, "--report-log", str(log), *(str(ROOT / path) for path in paths)]
+    return [*FLAGS, "--report-log", str(log), *(f"{ROOT}/{path}" for path in paths)]
 
 
 def _outcomes(log: Path, result: Finished, paths: Sequence[str]) -> Outcomes:

@@ -1,6 +1,7 @@
 """The tests of the fixes on one release: on stock, on patched, and with each fix alone.
 
 What a fix does alone may be on record (`scripts.prove.alone`); stock and patched are always run.
+Alone it is run on the tests that it can touch (`scripts.prove.touched`).
 
 Each test of a fix has to fail on an affected stock release, and one at least by an assertion of its
 own file: only that counts as "fails on stock" (`Outcome.is_assertion`). An exception of the
@@ -27,6 +28,7 @@ from scripts.prove.outcomes import Outcomes, is_of
 from scripts.prove.pytest import Run, run_together
 from scripts.prove.record import of_fix
 from scripts.prove.starts import check_starts, starting
+from scripts.prove.touched import PLUGIN, Entered, changed_by
 from scripts.system.console import err
 from scripts.system.errors import CommandError
 from scripts.system.process import Finished
@@ -76,7 +78,7 @@ class ReleaseVerdict:
 
 
 def prove_release(
-    release: str, fixes: list[Fix], registry: Registry, held: Mapping[str, Alone]
+    release: str, fixes: list[Fix], registry: Registry, held: Mapping[str, Alone], *, whole: bool
 ) -> ReleaseVerdict:
     """Run the sides of `release` and return what they say of `fixes`.
 
@@ -85,6 +87,7 @@ def prove_release(
         fixes: Whose tests are run, and which are run alone.
         registry: All fixes.
         held: By fix, what is taken from the record instead of a run of it alone, or of a part.
+        whole: Whether a fix alone is run on the tests as well that it cannot touch.
 
     Raises:
         CheckFailedError: A process of the patched build does not start.
@@ -106,13 +109,31 @@ def prove_release(
             for one, unknown in missing.items()
             if unknown
         }
-        err.print(f"{release}: stock, patched, and {len(alone)} fixes alone ...")
+        err.print(f"{release}: stock and patched ...")
         runs = {name: Run(_files(fixes), shadow) for name, shadow in sides.items()}
-        runs.update((one, Run(_files(missing[one]), shadow)) for one, shadow in alone.items())
+        noted = folder / "entered.json"
+        if alone and not whole:
+            runs["entered"] = Run(_files(fixes), None, ["-p", PLUGIN, "--entered", str(noted)])
         asking = [Fork(["tests.programs.handshake_hash"], shadow) for shadow in sides.values()]
         outcomes, ended = run_together(environment, runs, *asking, *starting(patched))
         answers, started = ended[: len(asking)], ended[len(asking) :]
         check_starts(release, started)
+        entered = Entered.read(noted)
+        stock = outcomes["stock"]
+        runs.clear()
+        for one, shadow in alone.items():
+            asked = {node for fix in missing[one] for node in of_fix(fix, release, stock)}
+            touched = {*asked}
+            if not whole:
+                touched = entered.touched(asked, changed_by(release, series.only([one], registry)))
+            for needed in registry.with_dependencies({one}):
+                touched |= asked & of_fix(registry.fixes[needed], release, stock).keys()
+            outcomes[one] = {node: stock[node] for node in asked - touched}
+            runs[one] = Run([node for node in stock if node in touched], shadow)
+        count = sum(len(run.paths) for run in runs.values())
+        err.print(f"{release}: {len(runs)} fixes alone, {count} tests ...")
+        for one, found in run_together(environment, runs)[0].items() if runs else ():
+            outcomes[one] |= found
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     identities = {

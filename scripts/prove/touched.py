@@ -1,0 +1,176 @@
+"""Which tests a fix alone can touch: those that enter on stock what its patches change.
+
+All others do what they do on stock, where no line that they run is another one: `regressions` runs
+a fix alone on the first only, and takes the others' outcomes from stock. `--again` runs all, which
+shows whether that loses anything.
+
+What a test enters is noted by `tests.support.entered` in a run on stock. What patches change is
+read from the sources. Where that is more than functions and plain classes, a fix touches all tests:
+a line of a module that is no import of a new name, a signature, a class that a decorator or a
+library makes.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import symtable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from functools import partial
+from pathlib import Path
+
+from scripts.patchset.patch import Patch, apply_patches
+from scripts.upstream.tree import read_source
+
+PLUGIN = "tests.support.entered"
+PROCESS = "process"
+
+_Scope = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+_MADE = ("Struct", "BaseModel", "NamedTuple", "TypedDict", "Enum", "IntEnum", "Protocol")
+"""Bases with whose classes there is more to do than to call their methods."""
+
+
+class _AllError(Exception):
+    """A change of which it cannot be said who enters it."""
+
+
+@dataclass(frozen=True)
+class Entered:
+    """By test, what of vLLM it enters on stock."""
+
+    by_test: Mapping[str, frozenset[str]]
+
+    @classmethod
+    def read(cls, file: Path) -> Entered:
+        """Read what the plugin wrote; nothing where the run has not come to its end."""
+        document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        return cls({test: frozenset(names) for test, names in document.items()})
+
+    def touched(self, tests: Iterable[str], changed: frozenset[str] | None) -> set[str]:
+        """Return those of the tests that may do something else with what is `changed`."""
+        return {
+            test
+            for test in tests
+            if changed is None
+            or not (known := self.by_test.get(test))
+            or PROCESS in known
+            or not changed.isdisjoint(known)
+        }
+
+
+def changed_by(release: str, patches: Sequence[Patch]) -> frozenset[str] | None:
+    """Return what `patches` change of a release, as the plugin names it; None if it is too much."""
+    texts, _ = apply_patches(patches, partial(read_source, release))
+    try:
+        return frozenset(
+            name
+            for path, after in texts.items()
+            for name in _changed(path, read_source(release, path), after)
+        )
+    except _AllError:
+        return None
+
+
+def _changed(path: str, before: str, after: str) -> Iterator[str]:
+    old, new = _File(path, before), _File(path, after)
+    matcher = SequenceMatcher(None, old.lines, new.lines, autojunk=False)
+    for kind, first, last, new_first, new_last in matcher.get_opcodes():
+        if kind == "equal":
+            continue
+        for number in range(first + 1, last + 1):
+            if not old.only_imports(number, new):
+                yield from old.names(old.scope(number), by_removal=number)
+        for number in range(new_first + 1, new_last + 1):
+            if not new.only_imports(number, old):
+                yield from old.names(new.scope(number))
+
+
+class _File:
+    """A source, and the functions and classes that its lines are in."""
+
+    def __init__(self, path: str, text: str) -> None:
+        self.path, self.lines = path, text.splitlines()
+        self._module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self._tree = ast.parse(text)
+        self._scopes = [*_scopes(self._tree, ())]
+        self._imports = {
+            node: dict(_bound(node))
+            for node in self._tree.body
+            if isinstance(node, ast.Import | ast.ImportFrom)
+        }
+        module = symtable.symtable(text, path, "exec")
+        self._taken = {*module.get_identifiers(), *dir(builtins)}
+
+    def scope(self, number: int) -> tuple[str, ...]:
+        """Return the names down to the innermost function or class with that line."""
+        within = [name for name, node in self._scopes if _first(node) <= number <= _last(node)]
+        return max(within, key=len, default=())
+
+    def names(self, scope: tuple[str, ...], by_removal: int = 0) -> Iterator[str]:
+        """Yield what the plugin calls a scope of this file, or the nearest one above it.
+
+        Raises:
+            _AllError: There is none, or the change is of a kind that reaches further.
+        """
+        while scope and scope not in dict(self._scopes):
+            scope = scope[:-1]  # what is new in it
+        if not scope:
+            raise _AllError
+        for node in (one for name, one in self._scopes if name == scope):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                if node.decorator_list or node.keywords or not bases.isdisjoint(_MADE):
+                    raise _AllError
+                yield f"{self._module}:{'.'.join(scope)}"
+            elif node.lineno <= by_removal < node.body[0].lineno:
+                raise _AllError  # its signature
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
+                    yield f"{self.path}:{_first(inner)}"
+
+    def only_imports(self, number: int, other: _File) -> bool:
+        """Whether a line is of an import, at the top of the module, that changes nobody's names.
+
+        What it brings the `other` one has from the same place, or has no name for.
+        """
+        for node, names in self._imports.items():
+            if _first(node) <= number <= _last(node):
+                there = {
+                    name: place for one in other._imports.values() for name, place in one.items()
+                }
+                return all(
+                    there.get(name) == place or name not in {*other._taken, *there}
+                    for name, place in names.items()
+                )
+        return not self.lines[number - 1].strip() and not self.scope(number)
+
+
+def _bound(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Yield each name that an import binds, and where it comes from."""
+    for alias in node.names:
+        if isinstance(node, ast.ImportFrom):
+            yield alias.asname or alias.name, (f"{'.' * node.level}{node.module}", alias.name)
+        else:
+            yield alias.asname or alias.name.partition(".")[0], (alias.name, alias.asname or "")
+
+
+def _scopes(tree: ast.AST, above: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], _Scope]]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, _Scope):
+            yield (*above, node.name), node
+            yield from _scopes(node, (*above, node.name))
+        else:
+            yield from _scopes(node, above)
+
+
+def _first(node: ast.stmt) -> int:
+    """Return the line at which Python says that a function begins."""
+    decorators = node.decorator_list if isinstance(node, _Scope) else []
+    return min([node.lineno, *(one.lineno for one in decorators)])
+
+
+def _last(node: ast.stmt) -> int:
+    return node.end_lineno or node.lineno
