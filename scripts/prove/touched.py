@@ -33,7 +33,7 @@ _MADE = ("Struct", "BaseModel", "NamedTuple", "TypedDict", "Enum", "IntEnum", "P
 """Bases with whose classes there is more to do than to call their methods."""
 
 
-class _AllError(Exception):
+class ReachesFurtherError(Exception):
     """A change of which it cannot be said who enters it."""
 
 
@@ -68,23 +68,29 @@ def changed_by(release: str, patches: Sequence[Patch]) -> frozenset[str] | None:
         return frozenset(
             name
             for path, after in texts.items()
-            for name in _changed(path, read_source(release, path), after)
+            for name in changes(path, read_source(release, path), after)
         )
-    except _AllError:
+    except ReachesFurtherError:
         return None
 
 
-def _changed(path: str, before: str, after: str) -> Iterator[str]:
+def changes(path: str, before: str, after: str) -> Iterator[str]:
+    """Yield what is another one in a file, by its texts before and after.
+
+    Raises:
+        ReachesFurtherError: It is more than what functions and plain classes do.
+    """
     old, new = _File(path, before), _File(path, after)
     matcher = SequenceMatcher(None, old.lines, new.lines, autojunk=False)
     for kind, first, last, new_first, new_last in matcher.get_opcodes():
         if kind == "equal":
             continue
         for number in range(first + 1, last + 1):
-            if not old.only_imports(number, new):
+            if not old.only_imports(number, new, new_names=False):
                 yield from old.names(old.scope(number), by_removal=number)
         for number in range(new_first + 1, new_last + 1):
-            if not new.only_imports(number, old):
+            if not new.only_imports(number, old, new_names=True):
+                new.require_plain(new.scope(number))
                 yield from old.names(new.scope(number))
 
 
@@ -113,28 +119,42 @@ class _File:
         """Yield what the plugin calls a scope of this file, or the nearest one above it.
 
         Raises:
-            _AllError: There is none, or the change is of a kind that reaches further.
+            ReachesFurtherError: There is none, or the change is of a kind that reaches further.
         """
         while scope and scope not in dict(self._scopes):
             scope = scope[:-1]  # what is new in it
         if not scope:
-            raise _AllError
-        for node in (one for name, one in self._scopes if name == scope):
+            raise ReachesFurtherError
+        self.require_plain(scope)
+        for node in self._nodes(scope):
             if isinstance(node, ast.ClassDef):
-                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                if node.decorator_list or node.keywords or not bases.isdisjoint(_MADE):
-                    raise _AllError
                 yield f"{self._module}:{'.'.join(scope)}"
             elif node.lineno <= by_removal < node.body[0].lineno:
-                raise _AllError  # its signature
+                raise ReachesFurtherError  # its signature
             for inner in ast.walk(node):
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{self.path}:{_first(inner)}"
 
-    def only_imports(self, number: int, other: _File) -> bool:
+    def require_plain(self, scope: tuple[str, ...]) -> None:
+        """Raise where a scope is a class with which more is done than to call its methods.
+
+        Raises:
+            ReachesFurtherError: It is.
+        """
+        for node in self._nodes(scope):
+            if isinstance(node, ast.ClassDef):
+                bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+                if node.decorator_list or node.keywords or not bases.isdisjoint(_MADE):
+                    raise ReachesFurtherError
+
+    def _nodes(self, scope: tuple[str, ...]) -> list[_Scope]:
+        return [node for name, node in self._scopes if name == scope]
+
+    def only_imports(self, number: int, other: _File, *, new_names: bool) -> bool:
         """Whether a line is of an import, at the top of the module, that changes nobody's names.
 
-        What it brings the `other` one has from the same place, or has no name for.
+        What it brings the `other` one has from the same place; or, if that may be so, has no such
+        name.
         """
         for node, names in self._imports.items():
             if _first(node) <= number <= _last(node):
@@ -142,7 +162,7 @@ class _File:
                     name: place for one in other._imports.values() for name, place in one.items()
                 }
                 return all(
-                    there.get(name) == place or name not in {*other._taken, *there}
+                    there.get(name) == place or (new_names and name not in {*other._taken, *there})
                     for name, place in names.items()
                 )
         return not self.lines[number - 1].strip() and not self.scope(number)

@@ -102,7 +102,7 @@ _FILES = {
     "tests/support/vllm_cpu.py": "",
     **{
         f"tests/support/{name}.py": (ROOT / "tests" / "support" / f"{name}.py").read_text()
-        for name in ("harness", "raised", "frozen")
+        for name in ("entered", "harness", "raised", "frozen")
     },
     "tests/programs/forks.py": (ROOT / "tests" / "programs" / "forks.py").read_text(),
     "tests/programs/first_import.py": "import vllm\n",

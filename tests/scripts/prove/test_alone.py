@@ -72,6 +72,15 @@ def test_is_taken_and_gives_the_same_verdict(checkout: Checkout) -> None:
     assert report(checkout) == {name: {**row, "on_record": True} for name, row in of_run.items()}
 
 
+def test_is_run_on_what_it_touches_unless_all_is_asked_for(checkout: Checkout) -> None:
+    kept = alone(checkout)
+    for words, tests in (([], 2), (["--again"], 4)):
+        records(checkout).unlink()
+        done = checkout.run("regressions", *words)
+        assert f"2 fixes alone, {tests} tests" in done.stderr
+        assert alone(checkout) == kept
+
+
 def test_is_run_all_the_same_when_asked(checkout: Checkout) -> None:
     before = records(checkout).read_bytes()
     assert regressions(checkout, "--again") == ran(BOTH, NONE)
