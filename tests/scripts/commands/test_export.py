@@ -19,7 +19,7 @@ from scripts.upstream.tree import read_source, release_tree
 from tests.scripts import checkouts, toys
 from tests.scripts.checkouts import Checkout
 from tests.scripts.commands.test_apply import said_no
-from tests.scripts.repos import commit, git
+from tests.scripts.repos import commit, git, write
 from tests.scripts.system.test_git import hostile as hostile  # a fixture
 
 BRANCH = "kvfix/v0.20.2"
@@ -222,8 +222,9 @@ def fork(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     shutil.copytree(export_of(release, tmp_path_factory), folder / ".git" / "export")
     bundle = str(folder / ".git" / "export" / f"kvfix-v{release}.bundle")
     git(folder, "fetch", "--quiet", bundle, "refs/heads/kvfix/*:refs/heads/kvfix/*")
-    # Only now: git need not compress 3,000 files that the bundle has brought.
-    shutil.copytree(release_tree(release) / "vllm", folder / "vllm")
+    # What no fix changes git would only look at, for each commit anew.
+    for name in {name for patch in load_series(release).patches for name in patch.files}:
+        write(folder, {name: (release_tree(release) / name).read_text(encoding="utf-8")})
     commit(folder, {"FORK.md": "a history of its own\n"}, release)
     git(folder, "tag", f"v{release}")
     return folder
