@@ -118,13 +118,10 @@ def prove_release(
         outcomes, ended = run_together(environment, runs, *asking, *starting(patched))
         answers, started = ended[: len(asking)], ended[len(asking) :]
         check_starts(release, started)
-        entered = Entered.read(noted)
-        if "entered" in runs and not entered.by_test:
-            said = next(iter(outcomes["entered"].values())).message
-            err.print(
-                f"all tests are run, as it is not known what each enters: {said}", markup=False
-            )
         stock = outcomes["stock"]
+        entered = Entered.read(noted, outcomes.get("entered", {}), stock)
+        if "entered" in runs and (dark := stock.keys() - entered.by_test.keys()):
+            err.print(f"{len(dark)} tests are run with all, as what they enter is not known")
         runs.clear()
         for one, shadow in alone.items():
             asked = {node for fix in missing[one] for node in of_fix(fix, release, stock)}
@@ -134,7 +131,8 @@ def prove_release(
             for needed in registry.with_dependencies({one}):
                 touched |= asked & of_fix(registry.fixes[needed], release, stock).keys()
             outcomes[one] = {node: stock[node] for node in asked - touched}
-            runs[one] = Run([node for node in stock if node in touched], shadow)
+            if touched:
+                runs[one] = Run([node for node in stock if node in touched], shadow)
         count = sum(len(run.paths) for run in runs.values())
         err.print(f"{release}: {len(runs)} fixes alone, {count} tests ...")
         for one, found in run_together(environment, runs)[0].items() if runs else ():

@@ -23,6 +23,7 @@ from functools import partial
 from pathlib import Path
 
 from scripts.patchset.patch import Patch, apply_patches
+from scripts.prove.outcomes import Outcomes
 from scripts.upstream.tree import read_source
 
 PLUGIN = "tests.support.entered"
@@ -44,10 +45,16 @@ class Entered:
     by_test: Mapping[str, frozenset[str]]
 
     @classmethod
-    def read(cls, file: Path) -> Entered:
-        """Read what the plugin wrote; nothing where the run has not come to its end."""
+    def read(cls, file: Path, noted: Outcomes, stock: Outcomes) -> Entered:
+        """Read what the plugin wrote, of the tests that did in that run what they do on stock."""
         document = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        return cls({test: frozenset(names) for test, names in document.items()})
+        return cls(
+            {
+                test: frozenset(names)
+                for test, names in document.items()
+                if test in noted and test in stock and noted[test].result == stock[test].result
+            }
+        )
 
     def touched(self, tests: Iterable[str], changed: frozenset[str] | None) -> set[str]:
         """Return those of the tests that may do something else with what is `changed`."""
@@ -87,11 +94,15 @@ def changes(path: str, before: str, after: str) -> Iterator[str]:
             continue
         for number in range(first + 1, last + 1):
             if not old.only_imports(number, new, new_names=False):
-                yield from old.names(old.scope(number), by_removal=number)
+                old.require_no_signature(old.scope(number), number)
+                yield from old.names(old.scope(number))
         for number in range(new_first + 1, new_last + 1):
             if not new.only_imports(number, old, new_names=True):
-                new.require_plain(new.scope(number))
-                yield from old.names(new.scope(number))
+                scope = new.scope(number)
+                new.require_plain(scope)
+                if old.has(scope):
+                    new.require_no_signature(scope, number)
+                yield from old.names(scope)
 
 
 class _File:
@@ -115,13 +126,13 @@ class _File:
         within = [name for name, node in self._scopes if _first(node) <= number <= _last(node)]
         return max(within, key=len, default=())
 
-    def names(self, scope: tuple[str, ...], by_removal: int = 0) -> Iterator[str]:
+    def names(self, scope: tuple[str, ...]) -> Iterator[str]:
         """Yield what the plugin calls a scope of this file, or the nearest one above it.
 
         Raises:
             ReachesFurtherError: There is none, or the change is of a kind that reaches further.
         """
-        while scope and scope not in dict(self._scopes):
+        while scope and not self.has(scope):
             scope = scope[:-1]  # what is new in it
         if not scope:
             raise ReachesFurtherError
@@ -129,8 +140,6 @@ class _File:
         for node in self._nodes(scope):
             if isinstance(node, ast.ClassDef):
                 yield f"{self._module}:{'.'.join(scope)}"
-            elif node.lineno <= by_removal < node.body[0].lineno:
-                raise ReachesFurtherError  # its signature
             for inner in ast.walk(node):
                 if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield f"{self.path}:{_first(inner)}"
@@ -146,6 +155,20 @@ class _File:
                 bases = {ast.unparse(base).rpartition(".")[2] for base in node.bases}
                 if node.decorator_list or node.keywords or not bases.isdisjoint(_MADE):
                     raise ReachesFurtherError
+
+    def require_no_signature(self, scope: tuple[str, ...], number: int) -> None:
+        """Raise where a line is of what a function takes.
+
+        Raises:
+            ReachesFurtherError: It is.
+        """
+        for node in self._nodes(scope):
+            if not isinstance(node, ast.ClassDef) and node.lineno <= number < node.body[0].lineno:
+                raise ReachesFurtherError
+
+    def has(self, scope: tuple[str, ...]) -> bool:
+        """Whether there is a function or class of that name."""
+        return bool(self._nodes(scope))
 
     def _nodes(self, scope: tuple[str, ...]) -> list[_Scope]:
         return [node for name, node in self._scopes if name == scope]

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 PROCESS = "process"
-_BEGIN = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "subprocess.Popen")
+_BEGIN = ("os.fork", "os.forkpty", "os.posix_spawn", "os.exec", "os.system", "subprocess.Popen")
 """Audit events of a process that begins (https://docs.python.org/3/library/audit_events.html)."""
 _OF_VLLM = "vllm."
 _SELF = ("self", "cls")
@@ -52,7 +52,7 @@ class Entered:
         self._file = file
         self._tests: dict[str, set[str]] = {}
         self._now: set[str] | None = None
-        self._functions: dict[CodeType, str] = {}
+        self._functions: dict[tuple[str, CodeType], str] = {}  # two files may hold equal code
         self._classes: dict[type, tuple[str, ...]] = {}
         sys.addaudithook(self._hear)
         threading.settrace(self._enter)
@@ -84,9 +84,10 @@ class Entered:
         if (now := self._now) is None or event != "call":
             return
         code = frame.f_code
-        name = self._functions.get(code)
+        key = code.co_filename, code
+        name = self._functions.get(key)
         if name is None:
-            name = self._functions[code] = self._name(code)
+            name = self._functions[key] = self._name(code)
         if name:
             now.add(name)
         if code.co_argcount and code.co_varnames[0] in _SELF:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from scripts.project import ROOT
+from scripts.prove.outcomes import Outcome
 from scripts.prove.touched import PLUGIN, PROCESS, Entered, ReachesFurtherError, changes
 
 VLLM = """\
@@ -85,7 +86,9 @@ def entered(tmp_path_factory: pytest.TempPathFactory) -> Entered:
         check=True,
         capture_output=True,
     )
-    return Entered.read(folder / "seen.json")
+    seen = json.loads((folder / "seen.json").read_text())
+    passed = dict.fromkeys(seen, Outcome("passed"))
+    return Entered.read(folder / "seen.json", passed, passed)
 
 
 def line(of: str) -> int:
@@ -147,6 +150,7 @@ def test_a_change_touches_who_enters_it(
     ("old", "new"),
     [
         ("def function():", "def function(more=1):"),
+        ("def wrapped(function):", "def wrapped(\n    function,\n    more=1,\n):"),
         ("import sys\n", "import sys\nLIMIT = 1\n"),
         ("import sys\n", "from a import sys\n"),
         ("import sys\n", "import sys\nfrom a import (\n    new,\n    begins,\n)\n"),
@@ -165,9 +169,13 @@ def test_of_some_changes_nobody_can_say_who_enters_them(old: str, new: str) -> N
 
 
 def test_what_nothing_is_known_of_is_touched(tmp_path: Path) -> None:
-    nothing = Entered.read(tmp_path / "not there.json")
+    stock = {"a": Outcome("failed"), "b": Outcome("failed"), "c": Outcome("passed")}
+    nothing = Entered.read(tmp_path / "not there.json", {}, stock)
     assert nothing.touched(["a"], frozenset()) == {"a"}
-    (tmp_path / "seen.json").write_text(json.dumps({"a": ["f"], "b": ["g"]}))
-    known = Entered.read(tmp_path / "seen.json")
-    assert known.touched(["a", "b"], None) == {"a", "b"}
-    assert known.touched(["a", "b"], frozenset("f")) == {"a"}
+    seen = tmp_path / "seen.json"
+    seen.write_text(json.dumps({"a": ["f"], "b": ["g"], "c": ["g"]}))
+    known = Entered.read(seen, stock, stock)
+    assert known.touched(stock, None) == {"a", "b", "c"}
+    assert known.touched(stock, frozenset("f")) == {"a"}
+    otherwise = Entered.read(seen, {**stock, "c": Outcome("failed")}, stock)
+    assert otherwise.touched(stock, frozenset("f")) == {"a", "c"}, "traced it does something else"
