@@ -76,16 +76,20 @@ def typecheck(
     configuration = tree / "mypy.ini"
     configuration.write_text(_CONFIGURATION)
     cache = _cache(release)
-    result = run(
-        [
-            sys.executable, "-m", "mypy", "--config-file", configuration, "--show-traceback",
-            "--cache-dir", cache, "--no-error-summary",
-            *sorted(texts), *sorted(overlay),
-        ],
-        cwd=tree,
-        check=False,
-        timeout=900,
-    )  # fmt: skip
+    for _ in range(2):
+        result = run(
+            [
+                sys.executable, "-m", "mypy", "--config-file", configuration, "--show-traceback",
+                "--cache-dir", cache, "--no-error-summary",
+                *sorted(texts), *sorted(overlay),
+            ],
+            cwd=tree,
+            check=False,
+            timeout=900,
+        )  # fmt: skip
+        if "INTERNAL ERROR" not in result.stdout + result.stderr:
+            break
+        shutil.rmtree(cache, ignore_errors=True)  # a disk that was full may have spoilt it
     if result.returncode not in (0, 1) or result.stderr.strip():
         return [f"{release}: mypy did not run: {(result.stderr or result.stdout).strip()[-800:]}"]
     (cache / _AT_REST).touch()

@@ -139,3 +139,15 @@ def test_begins_with_what_is_known_of_another_release_and_never_with_what_was_cu
     (tmp_path / "caches" / "0.20.2").rename(tmp_path / "caches" / "0.20.1")
     assert faults() == []
     assert {path.name for path in (tmp_path / "caches" / "0.20.2").rglob("*.db")} == known
+
+
+def test_a_cache_that_was_spoilt_where_it_lay_is_made_anew(
+    release: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caches = tmp_path / "caches"
+    monkeypatch.setattr(module, "_CACHES", caches)
+    assert faults() == []
+    for path in caches.glob("*/3.12/*.db"):
+        path.write_bytes(path.read_bytes()[:4096] + b"half" * 4096)
+    (caches / "0.20.2").rename(caches / "0.20.1")
+    assert faults() == [], "begun with that of another release"
