@@ -7,7 +7,6 @@ and what mypy keeps (of Python's own library, above all) lies in one place for a
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -125,11 +124,7 @@ def _carrying() -> Checkout:
     folder = scratch()
     made = checkouts.small(folder)
     (made.patches / "fixes.toml").write_text(registry_text(REGISTRY), encoding="utf-8")
-    for path in (made.folder / "vllm_overlay").iterdir():
-        if path.is_dir() and path.name != "provenance":
-            shutil.rmtree(path)
-        elif path.is_file() and not path.name.startswith("__"):
-            path.unlink()
+    checkouts.empty_overlay(made)
     write(made.folder, _FILES)
     change(
         made.folder / "scripts" / "commands" / "lint.py",

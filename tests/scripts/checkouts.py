@@ -174,6 +174,15 @@ def tools(folder: Path) -> Checkout:
     return checkout
 
 
+def empty_overlay(checkout: Checkout) -> None:
+    """Remove all of the overlay but what is in every build."""
+    for path in (checkout.folder / "vllm_overlay").iterdir():
+        if path.is_dir() and path.name != "provenance":
+            shutil.rmtree(path)
+        elif path.is_file() and not path.name.startswith("__"):
+            path.unlink()
+
+
 def copied(checkout: Checkout, folder: Path) -> Checkout:
     """Return a copy of the tools as they stand, with a cache of its own."""
     shutil.copytree(checkout.folder, folder / "kvfix", symlinks=True)

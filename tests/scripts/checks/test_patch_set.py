@@ -36,9 +36,7 @@ OVERLAY = {
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Checkout:
     """Return a patch set without faults."""
     made = checkouts.small(tmp_path_factory.mktemp("sound"))
-    for path in (made.folder / "vllm_overlay").iterdir():
-        if path.is_dir() and path.name != "provenance":
-            shutil.rmtree(path)
+    checkouts.empty_overlay(made)
     write(made.folder, OVERLAY)
     (made.folder / "README.md").write_text(README)
     (made.folder / "CHANGELOG.md").write_text("- 1: this\n- 2: that\n")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.commits import clone as module
 from scripts.commits.clone import apply_to_tree
 from scripts.patchset.patch import Offset
 from scripts.system.errors import (
@@ -171,7 +172,10 @@ class TestFork:
         git(clone, "tag", "v0.20.2.post7")
         applied(clone, tmp_path)
 
-    def test_without_any_tag_is_judged_by_its_text(self, clone: Path, tmp_path: Path) -> None:
+    def test_without_any_tag_is_judged_by_its_text(
+        self, clone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(module, "read_source", lambda _, path: toys.FILES[path])
         git(tmp_path, "clone", "--quiet", "--no-tags", "--depth=1", clone.as_uri(), "shallow")
         applied(tmp_path / "shallow", tmp_path)
 
