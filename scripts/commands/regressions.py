@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from rich.table import Table
 
+from scripts.patchset.choice import fix_ids
 from scripts.patchset.registry import load_registry
 from scripts.project import project, supported_release
 from scripts.prove.alone import Alone, held, keys_alone, passed, record_alone
@@ -40,7 +41,7 @@ def main() -> None:
     parser = parser_of("regressions", __doc__)
     parser.add_argument("release", nargs="*", default=[project().default_release])
     parser.add_argument(
-        "--fix", action="append", type=str.upper, metavar="ID", help="only this fix; repeatable"
+        "--fix", action="extend", type=fix_ids, metavar="ID,…", help="only these; repeatable"
     )
     parser.add_argument(
         "--again",

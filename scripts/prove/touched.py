@@ -118,6 +118,7 @@ class _File:
             for node in self._tree.body
             if isinstance(node, ast.Import | ast.ImportFrom)
         }
+        self._bound = {k: v for names in self._imports.values() for k, v in names.items()}
         module = symtable.symtable(text, path, "exec")
         self._taken = {*module.get_identifiers(), *dir(builtins)}
 
@@ -181,11 +182,8 @@ class _File:
         """
         for node, names in self._imports.items():
             if _first(node) <= number <= _last(node):
-                there = {
-                    name: place for one in other._imports.values() for name, place in one.items()
-                }
                 return all(
-                    there.get(name) == place or (new_names and name not in {*other._taken, *there})
+                    other._bound.get(name) == place or (new_names and name not in other._taken)
                     for name, place in names.items()
                 )
         return not self.lines[number - 1].strip() and not self.scope(number)
