@@ -13,6 +13,7 @@ from scripts.commits.fixes import branch_name, commit_fixes
 from scripts.commits.patches import patch_text, release_repository
 from scripts.patchset.patch import Patch
 from scripts.patchset.registry import Registry
+from scripts.patchset.series import load_series
 from scripts.project import project
 from scripts.system.console import err
 from scripts.system.errors import CheckFailedError, UsageError
@@ -141,14 +142,16 @@ def _bundle(release: str) -> str:
 def _readme(release: str, patches: Sequence[Patch], registry: Registry) -> str:
     branch, stock = branch_name(release), branch_name(release, "stock")
     rows = []
-    held = {patch.fix_id for patch in patches}
+    held = [patch.fix_id for patch in patches]
+    whole = set(held) == {*load_series(release).fix_ids}
+    chosen = "" if whole else f" --fix {','.join(held)}"
     for patch in patches:
         fix = registry.fix(patch.fix_id)
         needs = ", ".join(other for other in fix.depends_on if other in held) or "-"
         rows.append(f"| {fix.id} | {fix.title} | {needs} | {branch_name(release, fix.id)} |\n")
     return f"""\
 # {len(patches)} fixes for vLLM {release}, by kvfix {project().version}
-Made by `nox -s export -- {release}`. Every commit holds what it needs of `vllm_overlay/`.
+Made by `nox -s export -- {release}{chosen}`. Every commit holds what it needs of `vllm_overlay/`.
 
 In a clone of vLLM {release}, or of a fork of it, all of them:
 
@@ -164,7 +167,7 @@ One of them, with what it depends on:
     git am --keep-non-patch alone/ID-….mbox
     git cherry-pick {stock}..{branch_name(release, "ID")}
 
-Several, but not all: `nox -s export -- {release} --fix ID --fix ID`. Taken
+Several, but not all: `nox -s export -- {release} --fix ID,ID`. Taken
 one by one, two fixes of one file conflict in the line near its top that names them.
 
 Build the wheel as upstream does; nothing is compiled where a wheel of the release is at hand:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from scripts.commits.bundle import write_export
 from scripts.patchset.overlay import overlay_files, provenance, stamp_all
 from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import load_registry
-from scripts.patchset.series import load_series
+from scripts.patchset.series import Series, load_series
 from scripts.project import project
 from scripts.system.files import only_process
 from scripts.upstream.tree import read_source, release_tree
@@ -119,6 +120,7 @@ class TestFolder:
 
     def test_can_hold_some_fixes_only(self, made: Checkout, tmp_path: Path) -> None:
         files = contents(exported(made, tmp_path / "one", "--fix", "1"))
+        assert b"Made by `nox -s export -- 0.20.2 --fix 1`." in files["README.md"]
         assert "series/0002-2-a-name.patch" not in files
         assert len(contents(exported(made, tmp_path / "two", "--fix", "2"))) == 6
         said_no(made.run("export", "--fix", "3"), 2, "has no fix 3", "some of 1, 2")
@@ -213,6 +215,11 @@ def export_of(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@cache  # for each of its fixes
+def series_of(release: str) -> Series:
+    return load_series(release)
+
+
 @pytest.fixture(scope="module", params=NEWEST)
 def fork(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a fork of a real release, with the branches of its export."""
@@ -223,7 +230,7 @@ def fork(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     bundle = str(folder / ".git" / "export" / f"kvfix-v{release}.bundle")
     git(folder, "fetch", "--quiet", bundle, "refs/heads/kvfix/*:refs/heads/kvfix/*")
     # What no fix changes git would only look at, for each commit anew.
-    for name in {name for patch in load_series(release).patches for name in patch.files}:
+    for name in {name for patch in series_of(release).patches for name in patch.files}:
         write(folder, {name: (release_tree(release) / name).read_text(encoding="utf-8")})
     commit(folder, {"FORK.md": "a history of its own\n"}, release)
     git(folder, "tag", f"v{release}")
@@ -235,8 +242,7 @@ def test_each_fix_of_ours_can_be_taken_alone(fork: Path, fix_id: str) -> None:
     """What git makes of its commits is, byte for byte, what its patches make of the release."""
     release = (fork / ".git" / "export" / "README.md").read_text().split()[5].rstrip(",")
     assert release in project().releases
-    registry = load_registry()
-    series = load_series(release)
+    registry, series = load_registry(), series_of(release)
     if fix_id and fix_id not in series.fix_ids:
         fix = registry.fixes[fix_id]  # or lint would have said so:
         assert fix.unpatched_on(release) or not fix.affects(release)
