@@ -190,7 +190,10 @@ class Notifications:
         # One at a time: an engine that ends waits for no more than that.
         if self._asked is None and self._peers:
             key, peer = next(iter(self._peers.items()))
-            self._asked = key, peer, self._executor.submit(self._ask, key, peer.first)
+            try:
+                self._asked = key, peer, self._executor.submit(self._ask, key, peer.first)
+            except RuntimeError:  # the system has no room for a thread; vLLM's own may be there
+                self._share(key[0], self._peers.pop(key).receives)
 
     def _go_on(self, receives: Sequence[_Waiting]) -> None:
         for receive in receives:

@@ -115,6 +115,26 @@ def test_a_handshake_that_cannot_begin_is_a_failed_notification(
     assert fleet.until(fleet.reads)
 
 
+def test_without_room_for_a_thread_a_peer_is_told_as_on_stock(
+    fleet: Fleet, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """VLLM has a thread of its own since its first handshake."""
+    start = threading.Thread.start
+
+    def full(thread: threading.Thread) -> None:
+        if thread.name.startswith("kvfix"):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    place = fleet.serve("P")
+    fleet.leave("left", "P")
+    fleet.leave("left too", "P")
+    assert fleet.until(lambda: fleet.heard() and not pending_notifications(fleet.worker))
+    assert fleet.heard() == {"P/0": [b"left-at-p:1", b"left too-at-p:1"]}
+    assert (place.asked, failed(fleet)) == ([0], 0)
+
+
 def test_what_was_heard_for_others_is_not_taken_for_later_ones(
     fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:

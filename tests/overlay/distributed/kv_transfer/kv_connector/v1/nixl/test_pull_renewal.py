@@ -16,6 +16,9 @@ from tests.support.nixl_worker import (
     step,
 )
 
+renewal = pytest.importorskip(
+    "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.renewal", reason="up to 0.31.0"
+)
 pull_renewal = pytest.importorskip(
     "vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.pull_renewal",
     reason="0.30.0 to 0.31.0",
@@ -61,3 +64,29 @@ def test_what_fails_before_nixl_is_asked_disconnects_nobody() -> None:
     lives(step, worker)
     lives(receive, worker, "next", local_blocks=[[9]], remote_blocks=[[9]])
     assert nixl.called("remove_remote_agent") == []
+
+
+def test_a_peer_is_tried_once_for_a_read_whose_handle_nixl_keeps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def reach(*address: object) -> None:
+        tried.append(address)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(renewal, "_reach", reach)
+    worker = make_worker()
+    connect(worker, "P")
+    nixl = nixl_of(worker)
+    for block in (1, 2):
+        lives(receive, worker, f"bad-{block}", local_blocks=[[block]], remote_blocks=[[block]])
+        nixl.fail(nixl.reads[-1])
+        nixl.on["release_xfer_handle"] = raising(RuntimeError("in use"))
+        for _ in range(5):
+            assert lives(step, worker) == (set(), set())
+        assert len(tried) == block
+    nixl.on.clear()
+    assert lives(step, worker)[1] == {"bad-1", "bad-2"}
+    assert worker.get_block_ids_with_load_errors() == {1, 2}
+    assert len(tried) == 2
