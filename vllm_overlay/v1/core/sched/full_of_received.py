@@ -5,9 +5,9 @@ To run, a received request may need blocks that it has none of yet: for what its
 guesses, or for the last token, where what is loaded ends with a block. Loads can take every block
 between them, and the first that has arrived then finds none for the rest; those behind it are not
 looked at. Nothing runs then, so nothing ends, and no block becomes free: waiting requests are not
-preempted. Here the last of them is, once that is certain: two steps in turn had nothing to run, and
-the second refused somebody blocks. (The first may have preempted what ran last.) What was received
-is lost, but for what the prefix cache finds again, and it is computed by D.
+preempted. Here the last of them is, once that is certain: a step began with nothing to run, gave
+blocks to nobody, and refused somebody; and none has become free since. What was received is lost,
+but for what the prefix cache finds again, and it is computed by D.
 
 A step without slots for guesses would be no way out: the draft model writes to them, whoever they
 belong to.
@@ -15,11 +15,10 @@ belong to.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
 from functools import wraps
 from itertools import chain
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.sched.request_queue import SchedulingPolicy
 from vllm.v1.request import RequestStatus
@@ -30,69 +29,73 @@ from vllm_overlay.v1.core.block_pool import null_id
 from vllm_overlay.v1.core.sched.requeue import wait_as_preempted
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.request import Request
-
-Schedule: TypeAlias = "Callable[..., SchedulerOutput]"
 
 _ASKED_FOR_BLOCKS = ("allocate_slots", "can_fit_full_sequence")
 """Methods of `KVCacheManager`; the second from 0.19.0 to 0.20.2, where it is asked first."""
 
 
-def last_received_gives_way(schedule: Schedule) -> Schedule:
-    """Make `Scheduler.schedule` free the blocks of a received request when nothing else can.
+def last_received_gives_way(scheduler: Scheduler) -> None:
+    """Free the blocks of a received request when nothing else can.
 
-    It decides as on stock; what it frees is there for the next step.
+    Called as `Scheduler.schedule` begins, from inside: plugins look at the code of that method.
     """
-
-    @wraps(schedule)
-    def schedule_and_free(self: Scheduler, *args: bool, **kwargs: bool) -> SchedulerOutput:
-        stood_still: bool = vars(self).get("_stands_still", False)
-        watch: AbstractContextManager[list[str]]
-        watch = _refusals(self) if stood_still else nullcontext([])
-        with watch as refused:
-            decided = schedule(self, *args, **kwargs)
-        idle = not decided.total_num_scheduled_tokens and not self.running
-        last = _last_of_the_stuck(self) if idle and (self.waiting or self.skipped_waiting) else None
-        self._stands_still = last is not None  # type: ignore[attr-defined, unused-ignore]
-        if last is not None and any(req_id != last.request_id for req_id in refused):
-            self.skipped_waiting.remove_requests([last])
-            self.waiting.remove_requests([last])
-            wait_as_preempted(self, last)
-            count(Acted.RECEIVED_GAVE_WAY)
-        return decided
-
-    return schedule_and_free
+    watch: _Watch | None = vars(scheduler).pop("_standstill", None)
+    if watch is not None:
+        watch.end()
+    if scheduler.running or not (scheduler.waiting or scheduler.skipped_waiting):
+        return
+    last = _last_of_the_stuck(scheduler)
+    if last is None:
+        return
+    if watch is not None and watch.saw_others_wait_in_vain(last):
+        scheduler.skipped_waiting.remove_requests([last])
+        scheduler.waiting.remove_requests([last])
+        wait_as_preempted(scheduler, last)
+        count(Acted.RECEIVED_GAVE_WAY)
+    scheduler._standstill = _Watch(scheduler.kv_cache_manager)  # type: ignore[attr-defined, unused-ignore]
 
 
-@contextmanager
-def _refusals(scheduler: Scheduler) -> Iterator[list[str]]:
-    """Collect meanwhile who asks for blocks and gets none."""
-    manager = scheduler.kv_cache_manager
-    own = {name: vars(manager).get(name) for name in _ASKED_FOR_BLOCKS if hasattr(manager, name)}
-    refused: list[str] = []
-    for name in own:
-        setattr(manager, name, _noting(getattr(manager, name), refused))
-    try:
-        yield refused
-    finally:
-        for name, method in own.items():
+class _Watch:
+    """Who asks for blocks in a step that begins with nothing to run; until the next one does."""
+
+    def __init__(self, manager: KVCacheManager) -> None:
+        self._manager = manager
+        self._free = manager.block_pool.get_num_free_blocks()
+        self._refused: list[str] = []
+        self._granted = False
+        names = [name for name in _ASKED_FOR_BLOCKS if hasattr(manager, name)]
+        self._own = {name: vars(manager).get(name) for name in names}
+        for name in names:
+            setattr(manager, name, self._noting(getattr(manager, name)))
+
+    def _noting(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(ask)
+        def noting(request: Request, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as upstream's
+            answer = ask(request, *args, **kwargs)
+            if answer is None or answer is False:
+                self._refused.append(request.request_id)
+            elif answer is not True:  # blocks, and no leave to ask for them
+                self._granted = True
+            return answer
+
+        return noting
+
+    def end(self) -> None:
+        """Leave the manager as it was."""
+        for name, method in self._own.items():
             if method is None:
-                delattr(manager, name)
+                delattr(self._manager, name)
             else:
-                setattr(manager, name, method)
+                setattr(self._manager, name, method)
 
-
-def _noting(ask: Callable[..., Any], refused: list[str]) -> Callable[..., Any]:
-    @wraps(ask)
-    def noting(request: Request, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - as upstream's
-        answer = ask(request, *args, **kwargs)
-        if answer is None or answer is False:
-            refused.append(request.request_id)
-        return answer
-
-    return noting
+    def saw_others_wait_in_vain(self, last: Request) -> bool:
+        """Whether the step refused blocks to others than `last`, and would again."""
+        if self._granted or self._manager.block_pool.get_num_free_blocks() != self._free:
+            return False
+        return any(req_id != last.request_id for req_id in self._refused)
 
 
 def _last_of_the_stuck(scheduler: Scheduler) -> Request | None:

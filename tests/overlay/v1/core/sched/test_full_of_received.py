@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
 from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from tests.support.decode_engine import DecodeEngine
@@ -16,7 +19,9 @@ from tests.support.prefill_engine import PrefillEngine
 from tests.support.release import since
 from vllm_overlay.distributed.kv_transfer.fix_counts import taken
 
-pytest.importorskip("vllm_overlay.v1.core.sched.full_of_received", reason="up to 0.30.0")
+full_of_received = pytest.importorskip(
+    "vllm_overlay.v1.core.sched.full_of_received", reason="up to 0.30.0"
+)
 
 
 def full(
@@ -82,9 +87,12 @@ def test_a_clients_session_that_goes_on_gives_way_too(
         scheduler.skipped_waiting.remove_requests([request])
         scheduler.waiting.add_request(request)
     engine.step()
-    engine.step()
-    assert gives_way not in holders(engine)
-    assert [request.request_id for request in scheduler.waiting].count(gives_way) == 1
+    computed = engine.step().computed
+    # It may have room to begin again at once.
+    assert gives_way not in holders(engine) or computed == {gives_way: (16, 32)}
+    waiting_or_running = [*scheduler.waiting, *scheduler.running]
+    assert [request.request_id for request in waiting_or_running].count(gives_way) == 1
+    assert taken()["RECEIVED_GAVE_WAY"] == 1
 
 
 def test_one_at_a_time() -> None:
@@ -360,15 +368,64 @@ def test_a_step_that_runs_is_waited_for() -> None:
     assert "RECEIVED_GAVE_WAY" not in taken()
 
 
-def test_refusals_leave_the_manager_as_it_was() -> None:
+@pytest.mark.parametrize("replaced", [False, True])
+def test_refusals_leave_the_manager_as_it_was(replaced: bool) -> None:
     engine = full()
-    manager = engine.scheduler.kv_cache_manager
-    manager.allocate_slots = allocate = manager.allocate_slots  # a plugin's, say
+    scheduler, manager = engine.scheduler, engine.scheduler.kv_cache_manager
+    if replaced:  # by a plugin, say
+        manager.allocate_slots = manager.allocate_slots
+    before = vars(manager).get("allocate_slots")
     arrive(engine)
     for _ in range(3):
         engine.step()
-    assert vars(manager)["allocate_slots"] is allocate
     assert taken()["RECEIVED_GAVE_WAY"] == 1
-    del manager.allocate_slots
+    scheduler.finish_requests([*scheduler.requests], RequestStatus.FINISHED_ABORTED)
     engine.step()
-    assert "allocate_slots" not in vars(manager)
+    assert vars(manager).get("allocate_slots") is before
+
+
+def test_what_has_become_free_since_is_used_first() -> None:
+    engine = full()
+    arrive(engine)
+    for _ in range(2):
+        engine.step()
+    engine.scheduler.finish_requests("req-1", RequestStatus.FINISHED_ABORTED)
+    engine.step()
+    assert engine.scheduler.running
+    assert "RECEIVED_GAVE_WAY" not in taken()
+
+
+@pytest.mark.parametrize(
+    ("answers", "free", "in_vain"),
+    [
+        ([("other", None)], 1, True),
+        ([("other", False)], 1, True),
+        ([("other", True), ("other", None)], 1, True),  # it had leave to ask
+        ([("last", None)], 1, False),
+        ([("last", None), ("other", None)], 1, True),
+        ([("first", "blocks"), ("other", None)], 1, False),  # and may have run and ended since
+        ([("other", None)], 2, False),
+        ([], 1, False),
+    ],
+)
+def test_when_a_step_shows_that_nothing_can_run(
+    answers: list[tuple[str, Any]], free: int, in_vain: bool
+) -> None:
+    def ask(request: Any) -> Any:  # noqa: ANN401 - an answer
+        return request.answer
+
+    pool = SimpleNamespace(get_num_free_blocks=lambda: 1)
+    manager = SimpleNamespace(allocate_slots=ask, block_pool=pool)
+    watch = full_of_received._Watch(manager)
+    for req_id, answer in answers:
+        request = SimpleNamespace(request_id=req_id, answer=answer)
+        assert manager.allocate_slots(request) is answer
+    watch.end()
+    assert manager.allocate_slots is ask
+    pool.get_num_free_blocks = lambda: free
+    assert watch.saw_others_wait_in_vain(SimpleNamespace(request_id="last")) is in_vain
+
+
+def test_plugins_see_the_code_of_schedule() -> None:
+    """Some choose by the names of its locals, vllm-beam-search-plugin 0.1.5 as it is loaded."""
+    assert "num_scheduled_tokens" in Scheduler.schedule.__code__.co_varnames
