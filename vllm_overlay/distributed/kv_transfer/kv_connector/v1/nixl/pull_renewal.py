@@ -42,7 +42,7 @@ class RenewsPeers(NixlBaseConnectorWorker):
         # Without a handle it may be anything; a read that was not even made: `renews_peer`.
         self._read_error = sys.exc_info()[1] if handle is None else None
         # A handle that NIXL keeps comes again in each step. And vLLM's own tests know no peer.
-        kept = vars(self).setdefault("_kept_handles", set())
+        kept = self.__dict__.setdefault("_kept_handles", set())
         failed = handle is not None and handle not in kept and "_remote_agents" in vars(self)
         read_failed(self, self._recving_metadata.get(req_id) if failed else None)
         released = super()._handle_failed_transfer(
