@@ -13,7 +13,7 @@ from scripts.commits.bundle import write_export
 from scripts.patchset.overlay import overlay_files, provenance, stamp_all
 from scripts.patchset.patch import apply_patches
 from scripts.patchset.registry import load_registry
-from scripts.patchset.series import Series, load_series
+from scripts.patchset.series import load_series
 from scripts.project import project
 from scripts.system.files import only_process
 from scripts.upstream.tree import read_source, release_tree
@@ -26,6 +26,8 @@ from tests.scripts.system.test_git import hostile as hostile  # a fixture
 BRANCH = "kvfix/v0.20.2"
 HOOK = f"{toys.HOOK.replace('.', '/')}.py"
 NEWEST = ["0.18.1", "0.19.1", "0.20.2", "0.21.0", "0.22.1", "0.33.0"]  # of each minor release
+
+series_of = cache(load_series)  # the test of each fix asks for it anew
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +215,6 @@ def export_of(release: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
         if not folder.exists():
             assert write_export(release, load_series(release).patches, load_registry(), folder)
     return folder
-
-
-@cache  # for each of its fixes
-def series_of(release: str) -> Series:
-    return load_series(release)
 
 
 @pytest.fixture(scope="module", params=NEWEST)
