@@ -166,9 +166,21 @@ def test_who_writes_for_the_first_time_begins_with_its_first_token() -> None:
     assert asked(coordinator, 20, attention=2) is not None
 
 
-def test_nobody_waits_where_prefixes_end_with_a_block() -> None:
-    coordinator = copied_tails.copies_what_is_there(Stock)()
-    coordinator.enable_partial_hash_hits = False
+class OfAPlugin(Stock):
+    """One that has none of what later releases' have, and no use for it."""
+
+    @property
+    def enable_partial_hash_hits(self) -> bool:  # type: ignore[override]
+        raise AttributeError
+
+
+class OfWholeBlocks(Stock):
+    enable_partial_hash_hits = False
+
+
+@pytest.mark.parametrize("stock", [OfWholeBlocks, OfAPlugin])
+def test_nobody_waits_where_prefixes_end_with_a_block(stock: type[Stock]) -> None:
+    coordinator = copied_tails.copies_what_is_there(stock)()
     coordinator.cache_blocks(SimpleNamespace(request_id="writes", num_computed_tokens=0), 75)
     assert asked(coordinator, 44, attention=3) is not None
 

@@ -149,6 +149,13 @@ def test_a_new_request_without_room_stays() -> None:
     assert list(asked.waiting) == [new]
 
 
+def test_who_stands_in_front_of_the_holders_stays_when_another_finds_no_room() -> None:
+    lost, holder, new = request(), request(32), request()
+    asked = scheduler([lost, holder], [new])
+    assert module.lets_holders_run(asked, new) is False
+    assert list(asked.kv_holding_waiting) == [lost, holder]
+
+
 @pytest.mark.parametrize("queue", PROMOTES)
 def test_all_that_have_failed_give_up_their_blocks_and_the_first_is_looked_at_again(
     queue: str,

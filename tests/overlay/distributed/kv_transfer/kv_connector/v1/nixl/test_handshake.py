@@ -223,6 +223,21 @@ def test_of_an_engine_that_is_let_go_nothing_stays_and_of_others_all() -> None:
     assert loaded(worker) == [agent_name("Q", 0)]
 
 
+@pytest.mark.parametrize("refuses", ["release_dlist_handle", "remove_remote_agent"])
+def test_nixl_is_asked_for_all_of_an_engine_whatever_it_refuses(refuses: str) -> None:
+    """What vLLM does when it lets go of one ends at the first that NIXL refuses."""
+    worker = decoder()
+    before = kept(worker)
+    connect(worker, "P", tp_size=2)
+    nixl = nixl_of(worker)
+    nixl.on[refuses] = raising(OSError("busy"))
+    disconnect(worker, "P")
+    assert kept(worker) == before
+    assert nixl.called("remove_remote_agent") == [(agent_name("P", rank),) for rank in (0, 1)]
+    assert len(nixl.called("release_dlist_handle")) == 2
+    nixl.on.clear()
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_plugin_lets_go_of_what_it_has_of_an_engine(fails: bool) -> None:
     """First, and by its own method, which may call vLLM's, and may fail."""
