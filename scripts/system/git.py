@@ -68,7 +68,7 @@ _PINNED = {
     "pack.compression": "-1",
     "pack.depth": "50",
     "pack.threads": "1",  # with several, the bytes of a pack depend on how they run
-    "pack.window": "10",
+    "pack.window": "1",  # an export in five sixths of the time, and 2 % larger than with 10
     "pack.windowMemory": "0",
     "status.showUntrackedFiles": "normal",
     "tag.gpgSign": "false",
