@@ -15,6 +15,7 @@ from tests.support.nixl_release import connector_module
 from tests.support.nixl_worker import make_kv_cache_config, make_vllm_config
 from vllm_overlay.distributed.kv_transfer.fix_counts import Acted, count
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import connector as overlay
+from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl import unseen_ends
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.claims import ClaimsBlocks
 from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.connector import (
     RARELY,
@@ -139,3 +140,16 @@ def test_only_a_worker_that_reads_looks_at_its_receives(
     for _ in range(2):
         side.build_connector_worker_meta()
     assert ("_unseen_ends" in vars(worker)) is reads
+
+
+def test_that_a_read_has_ended_unseen_is_news(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(unseen_ends, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(overlay, "pending_notifications", lambda worker: 0)
+    side: Any = type("Connector", (ClaimsBlocks, WakesIdleEngine), {})()
+    worker = side.connector_worker = SimpleNamespace(nixl_wrapper=SimpleNamespace(name=None))
+    worker._recving_metadata, worker._recving_transfers = {"d": None}, {"d": [1]}
+    assert side.build_connector_worker_meta() is None
+    now[0], worker._recving_transfers = 2 * unseen_ends.LONG, {}
+    assert side.build_connector_worker_meta() == WorkerReport(0, unseen={"d": True})
+    assert side.build_connector_worker_meta() is None
