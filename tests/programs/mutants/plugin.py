@@ -10,7 +10,7 @@ that fails.
 `out` gets a JSON object a line: what was learned, a fault if a test fails where every module is put
 in place by the same means as it is, then each mutant with its verdict:
 
-- "killed": a test failed, or the process died of it;
+- "killed": a test failed, or the process died of it, or nobody could import it;
 - "hung": a test took ten times as long as without it, and `patience` more;
 - "survived": all of them passed;
 - "not covered": no test executes the line in this process;
@@ -39,11 +39,12 @@ from typing import Any
 import pytest
 
 from tests.programs.mutants.children import DIED, HUNG, Children, Say
-from tests.programs.mutants.swap import Source, living_functions
+from tests.programs.mutants.swap import Source, UnloadableError, living_functions
 
 _PORT = "VLLM_NIXL_SIDE_CHANNEL_PORT"
 _LEARNING = 900.0  # seconds that a test may take while lines are traced
 _TIMES = 10.0
+_IMPORTING = "importing it"  # by which a mutant is killed that nobody could import
 
 
 class _Lines:
@@ -252,7 +253,10 @@ class _Run:
     def _try(self, task: tuple[Source, int, list[str]], say: Say) -> str:
         """Return the test that fails with the mutant; an empty text if all pass."""
         source, number, tests = task
-        source.install(source.mutants[number])
+        try:
+            source.install(source.mutants[number])
+        except UnloadableError:
+            return _IMPORTING
         return self._first_failing(tests, say)
 
     def _try_none(self, tests: list[str], say: Say) -> str:
@@ -294,7 +298,7 @@ class _Run:
             verdict = answer
         else:
             verdict, by = ("killed", answer) if answer else ("survived", "")
-        if by and by != DIED:
+        if by and by not in (DIED, _IMPORTING):
             killers = self.killers.setdefault((source.name, mutant.function), [])
             if by in killers:
                 killers.remove(by)

@@ -22,6 +22,11 @@ from tests.programs.mutants.operators import Mutant, mutants_of
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
+
+class UnloadableError(Exception):
+    """Of a mutant a module could not be made: the value of a constant or a default raises."""
+
+
 Key = tuple[str, int, int]
 """Of code in a module: its name, its first line, and which of those it is."""
 
@@ -59,7 +64,11 @@ class Source:
                     self._functions.setdefault(key, []).append(function)
 
     def install(self, mutant: Mutant | None) -> None:
-        """Make this process run the mutant; with None the module as it is, by the same means."""
+        """Make this process run the mutant; with None the module as it is, by the same means.
+
+        Raises:
+            UnloadableError: It cannot be run.
+        """
         module = sys.modules.get(self.name)
         if mutant is not None:
             self._keep_closure(mutant)
@@ -117,7 +126,11 @@ class Source:
 
     def _value(self, module: ModuleType, node: ast.expr) -> object:
         expression = ast.fix_missing_locations(ast.Expression(node))
-        return eval(compile(expression, str(self.path), "eval"), vars(module))  # noqa: S307
+        code = compile(expression, str(self.path), "eval")
+        try:
+            return eval(code, vars(module))  # noqa: S307
+        except Exception as error:
+            raise UnloadableError from error
 
 
 def _as_marked(code: CodeType, old: CodeType) -> CodeType:

@@ -30,6 +30,7 @@ TOY = """
 
     logger = logging.getLogger("toy")
     LIMITS = {"small": 3}
+    NUMBERS = int | float
 
 
     def is_small(number: int) -> bool:
@@ -151,6 +152,7 @@ def test_each_verdict(toy: Path) -> None:
     assert found["is_small", smaller.format("<=")] == "survived"
     assert found["is_small", smaller.format(">=")] == "killed"
     assert found["LIMITS", "{'small': 3} -> {'small': 4}"] == "killed"
+    assert found["NUMBERS", "NUMBERS = int | float -> NUMBERS = int & float"] == "killed"
     assert found["counts_down", "number -= step -> pass"] == "hung"
     assert found["counts_down", "number -= step -> number += step"] == "hung"
     head = "def counts_down(number: int, step: int={}) -> int:"
