@@ -42,6 +42,7 @@ from vllm_overlay.distributed.kv_transfer.kv_connector.v1.nixl.params import (
 )
 from vllm_overlay.engine.protocol import KVTransferNotifier
 from vllm_overlay.entrypoints import rejection
+from vllm_overlay.entrypoints.kept_body import KeptBody
 from vllm_overlay.entrypoints.verdict import is_final
 from vllm_overlay.logging_utils.bounded_log import BoundedLog
 from vllm_overlay.v1.engine.admission import current_exchange
@@ -824,6 +825,26 @@ def test_a_request_is_told_by_its_client_s_name(
     fields = {"kv_transfer_params": REMOTE, **fields}
     ask_alone(Response(status_code=400), engine=engine, headers=headers, **fields)
     assert engine.told == [(name, REMOTE, None)]
+
+
+def test_a_body_is_let_go_before_anybody_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may hold images, and P may be slow."""
+    bodies: list[KeptBody] = []
+    held: list[dict[str, Any]] = []
+
+    class Noted(KeptBody):
+        def __init__(self) -> None:
+            super().__init__()
+            bodies.append(self)
+
+    class Looks(Teller):
+        async def notify_kv_transfer_request_rejected(self, *args: Any, **named: Any) -> None:  # noqa: ANN401
+            held.extend(body.parsed for body in bodies)
+            await super().notify_kv_transfer_request_rejected(*args, **named)
+
+    monkeypatch.setattr(rejection, "KeptBody", Noted)
+    ask_alone(Response(status_code=400), engine=Looks(), kv_transfer_params=REMOTE)
+    assert held == [{}]
 
 
 @pytest.mark.parametrize(("path", "engine"), [("/v1/other", Teller()), (COMPLETIONS, None)])

@@ -100,6 +100,20 @@ def test_of_groups_with_pools_of_their_own_each_keeps_its_count() -> None:
         assert group.free.num_free_blocks == len(group.free.get_all_free_blocks()) == free
 
 
+def test_a_place_without_a_block_is_nothing_to_hold() -> None:
+    """Of a prompt's states the cache has one, and none of those in front of it."""
+    group, nowhere = Group(0, claims=True), KVCacheBlock(99)
+    nowhere.is_null = True
+    kept: Any = SimpleNamespace(single_type_managers=[group])
+
+    def allocate(*_: object) -> None:
+        assert (group.hit.ref_cnt, nowhere.ref_cnt) == (1, 0)
+        group.claim()
+
+    coordinator.claims_hits_first(allocate)(kept, "r", ([nowhere, group.hit],), 32, 16)
+    assert group.free.num_free_blocks == 3
+
+
 def test_what_cannot_be_allocated_holds_nothing() -> None:
     """Dynamo's memory service makes "no blocks" of an exception."""
     group = Group(0, claims=True)

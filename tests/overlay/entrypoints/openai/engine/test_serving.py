@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +14,9 @@ from tests.support.serving_app import REMOTE, Server, serving
 pytest.importorskip("vllm_overlay.entrypoints.openai.engine.serving", reason="up to 0.22.1")
 
 from vllm.entrypoints.openai.completion.protocol import CompletionRequest
-from vllm.entrypoints.openai.engine.protocol import ErrorResponse
+from vllm.entrypoints.openai.engine.protocol import ErrorInfo, ErrorResponse
 
+from vllm_overlay.entrypoints.openai.engine.serving import KVTransferRejection
 from vllm_overlay.v1.engine.admission import open_exchange
 
 
@@ -96,5 +98,59 @@ def test_parameters_that_nixl_cannot_use_are_named() -> None:
             assert refused.error.code == 400
             assert refused.error.param == "kv_transfer_params.remote_port"
             assert server.core.admitted == []
+
+    asyncio.run(test())
+
+
+class Handler(KVTransferRejection):
+    """What serves a request by returning what it is given.
+
+    Attributes:
+        told: the parameters of the requests that its engine client was told of.
+    """
+
+    def __init__(self, connector: str) -> None:
+        config = SimpleNamespace(kv_connector=connector, kv_connector_module_path=None)
+        self.told: list[dict[str, Any]] = []
+        self.engine_client = SimpleNamespace(
+            vllm_config=SimpleNamespace(kv_transfer_config=config),
+            notify_kv_transfer_request_rejected=self._note,
+        )
+
+    async def _note(
+        self, name: str, params: dict[str, Any], *, data_parallel_rank: int | None = None
+    ) -> None:
+        self.told.append(params)
+
+    async def serve(self, answer: object) -> object:
+        async def served() -> object:
+            return answer
+
+        request = SimpleNamespace(kv_transfer_params=REMOTE, request_id="r")
+        return await self._with_kv_transfer_rejection_cleanup(served(), request, None)
+
+
+REFUSED = ErrorResponse(error=ErrorInfo(message="no", type="BadRequestError", code=400))
+
+
+@pytest.mark.parametrize("connector", ["NixlConnector", "MooncakeConnector"])
+def test_what_is_refused_is_told_and_what_is_served_is_not(connector: str) -> None:
+    async def test() -> None:
+        handler, served = Handler(connector), object()
+        assert await handler.serve(served) is served
+        assert handler.told == []
+        assert await handler.serve(REFUSED) is REFUSED
+        assert handler.told == [REMOTE]
+
+    asyncio.run(test())
+
+
+def test_a_route_that_watches_is_told_instead() -> None:
+    async def test() -> None:
+        handler = Handler("NixlConnector")
+        with open_exchange() as exchange:
+            await handler.serve(REFUSED)
+        assert exchange.refused
+        assert handler.told == []
 
     asyncio.run(test())

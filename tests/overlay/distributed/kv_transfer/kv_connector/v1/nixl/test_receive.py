@@ -696,6 +696,16 @@ def test_up_to_k12_a_receive_that_only_tells_p_is_counted_and_changes_no_other()
     assert told(receives, worker) == []
 
 
+@pytest.mark.parametrize("taken", [True, False])
+def test_what_nixl_does_not_send_is_said_and_counted(taken: bool) -> None:
+    worker = bare_worker()
+    worker.nixl_wrapper.send_notif.side_effect = None if taken else REFUSED
+    assert ToldReceives(worker).tell("P/0", b"a:1", "a") is taken
+    worker.nixl_wrapper.send_notif.assert_called_once_with("P/0", notif_msg=b"a:1")
+    assert worker.xfer_stats.record_failed_notification.call_count == (not taken)
+    assert worker._log_failure.call_count == (not taken)
+
+
 def test_a_rank_that_has_nothing_for_us_is_not_told_again() -> None:
     worker = bare_worker()
     worker._recving_transfers.clear()
