@@ -106,6 +106,8 @@ def _imported(run: _Run, ours: str) -> str:
     if base is None or made is None or _rest(base) != _rest(made):
         return ""
     had, has = _imports(base), _imports(made)
+    if had == has:
+        return ""  # it imports below the first definition, where nobody looks
     if any(not {*names} <= {*has.get(module, ())} for module, names in had.items()):
         return ""  # it takes one away
     return _added(had, has, ours)

@@ -41,6 +41,9 @@ class How(Enum):
     GONE = "target gone"
 
 
+_PLACED = (How.EXACT, How.MOVED, How.MERGED)
+
+
 class Status(Enum):
     """What became of one fix."""
 
@@ -255,7 +258,8 @@ class _File:
         results = []
         for number in range(1, len(self.hunks) + 1):
             if number not in without:
-                result, ours = self._hunk(number, ours)
+                result, text = self._hunk(number, ours)
+                result, ours = self._on_one_side(result, ours, text)
                 results.append(result)
         return results, ours
 
@@ -294,6 +298,32 @@ class _File:
         elsewhere = now is not None and now.name != self._definition(hunk)
         said = f"in {now.name} now" if now and elsewhere else "its surroundings have changed"
         return self._result(number, How.MERGED, said, ours), merged
+
+    def _on_one_side(self, result: HunkResult, ours: str, text: str) -> tuple[HunkResult, str]:
+        """Have a hunk that was put into the conflict of an earlier one on the patch's side of it.
+
+        Elsewhere in it, who takes that side would lose the hunk.
+        """
+        lines, at = ours.splitlines(keepends=True), _first_change(ours, text) - 1
+        found = _conflict_around(lines, at) if result.how in _PLACED else None
+        if found is None:
+            return result, text
+        start, middle, end = found
+        before, after = "".join(lines[:start]), "".join(lines[end + 1 :])
+        hunk = self.hunks[result.number - 1]
+        theirs, _ = self._with(self.base, (hunk,))
+        said = f"line {start + 1}: its place is in the conflict of an earlier one"
+        result = replace(result, how=How.CONFLICT, said=said)
+        taken = f"{before}{''.join(lines[middle + 1 : end])}{after}"
+        try:
+            made, _ = self._with(taken, (hunk,))
+        except PatchDoesNotApplyError:
+            made, conflicts = self._merge(taken, theirs)
+            made = "" if conflicts else made
+        if not (made.startswith(before) and made.endswith(after)):
+            return result, ours
+        side = made[len(before) : len(made) - len(after)]
+        return result, f"{''.join(lines[: middle + 1])}{side}{lines[end]}{after}"
 
     def _result(self, number: int, how: How, said: str, ours: str | None) -> HunkResult:
         hunk = self.hunks[number - 1]
@@ -447,6 +477,20 @@ def _with_import(ours: str, hunk: Hunk) -> str:
         if place < first:
             return text
     return ""
+
+
+def _conflict_around(lines: Sequence[str], at: int) -> tuple[int, int, int] | None:
+    """Return where `<`, `=` and `>` of the conflict are that line `at` is within; all from 0."""
+    marks: list[int] = []
+    for n, line in enumerate(lines):
+        # A text may have rows of = itself.
+        if line.startswith(("<<<<<<< ", "||||||| ", "=======\n", ">>>>>>> ")[len(marks)]):
+            marks.append(n)
+        if len(marks) == 4:
+            if marks[0] < at <= n:
+                return marks[0], marks[2], n
+            marks = []
+    return None
 
 
 def _imports_only(text: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Mapping
 from pathlib import Path
@@ -423,3 +424,55 @@ def test_at_the_end_of_a_module_a_hunk_changes_what_ends_there(
     one = carried(tmp_path, {PATH: LINERS}, before=LINERS, after=after)
     assert one.status is Status.CARRIED
     assert [hunk.definition for hunk in one.hunks] == [definition]
+
+
+# ---------------------------------------------------------------- conflicts that two hunks are in
+
+
+STEPS = "def f():\n" + "".join(f"    step_{n}()\n" for n in range(20))
+BOTH = swapped(STEPS, ("step_4", "hook_4"), ("step_14", "hook_14"))
+
+
+def sides(text: str) -> list[str]:
+    """What stands in front of the one conflict, the release's side, the base, ours, the rest."""
+    parts = re.split(r"^(?:<<<<<<< .*|\|{7} .*|=======|>>>>>>> .*)\n", text, flags=re.MULTILINE)
+    assert len(parts) == 5
+    return parts
+
+
+@pytest.mark.parametrize("rest", ["", "\n\ndef g():\n    hook()\n"])
+def test_a_hunk_in_the_conflict_of_an_earlier_one_is_on_the_side_of_the_patch(
+    rest: str, tmp_path: Path
+) -> None:
+    """Who takes that side has both."""
+    theirs = STEPS.replace("step", "other")
+    one = carried(tmp_path, {PATH: theirs + rest}, before=STEPS + rest, after=BOTH + rest)
+    assert [hunk.how for hunk in one.hunks] == [How.CONFLICT, How.CONFLICT]
+    assert "in the conflict of an earlier one" in one.hunks[1].said
+    head, *middle, tail = sides(one.texts[PATH])
+    assert [f"{head}{side}{tail}" for side in middle] == [
+        text + rest for text in (theirs, STEPS, BOTH)
+    ]
+
+
+def test_a_hunk_behind_a_conflict_is_not_in_it(tmp_path: Path) -> None:
+    rest = "\n\nA = 1\nB = 2\nC = 3\nD = 4\nE = 5\n"
+    before = STEPS + rest
+    after = swapped(before, ("step_4", "hook_4"), ("E = 5\n", "HOOK = 4\nE = 5\n"))
+    theirs = before.replace("step", "other")
+    one = carried(tmp_path, {PATH: theirs}, before=before, after=after)
+    assert [hunk.how for hunk in one.hunks] == [How.CONFLICT, How.MOVED]
+    assert sides(one.texts[PATH])[-1] == swapped(rest, ("E = 5\n", "HOOK = 4\nE = 5\n"))
+
+
+def test_an_import_below_the_first_definition_is_not_placed_by_the_imports_above(
+    tmp_path: Path,
+) -> None:
+    before = "import os\n\n\ndef f():\n    pass\n\n\nf()\nimport a\nimport b\n"
+    after = swapped(before, ("import a\n", f"import a\n{OURS}"))
+    theirs = swapped(
+        before, ("import a", "import x"), ("import b", "import y"), ("\nf()", "\nf(1)")
+    )
+    one = carried(tmp_path, {PATH: theirs}, before=before, after=after)
+    assert [hunk.how for hunk in one.hunks] == [How.CONFLICT]
+    assert OURS in one.texts[PATH]
