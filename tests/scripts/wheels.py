@@ -28,6 +28,7 @@ NATIVE = "vllm/_C.abi3.so"
 SCRIPT = "vllm/tool.sh"
 ODD_NAME = 'vllm/data/größe, "quoted".json'
 WORKER = "vllm/worker.py"
+NOT_COPIED = ("/RECORD", "/RECORD.jws", "/RECORD.p7s")  # it is made anew, for what has no signature
 
 VERSION_TEXT = """\
 # generated
@@ -169,9 +170,9 @@ class Changes:
         """Return the content of every file of the result but RECORD."""
         content = {}
         for name in stock.members:
-            if name.endswith("/RECORD"):
+            if name.endswith(NOT_COPIED):
                 continue
-            final = name.replace(stock.dist_info, self.dist_info)
+            final = name.replace(f"{stock.dist_info}/", f"{self.dist_info}/")
             content[final] = self.replaced.get(name, stock.read(name))
         return {**content, **self.added}
 

@@ -23,9 +23,10 @@ from scripts.project import ROOT
 from scripts.system.errors import CheckFailedError
 from scripts.wheel import writer
 from scripts.wheel.reader import WheelReader
-from scripts.wheel.writer import write_wheel
+from scripts.wheel.writer import first_difference, write_wheel
 from tests.scripts.wheels import (
     NATIVE,
+    NOT_COPIED,
     ODD_NAME,
     SCRIPT,
     TAGS,
@@ -65,20 +66,20 @@ def assert_sound(stock: WheelReader, changes: Changes, target: Path) -> None:
 
     with WheelReader(target) as patched:
         for name, member in stock.members.items():
-            if name in changes.replaced or name.endswith("/RECORD"):
+            if name in changes.replaced or name.endswith(NOT_COPIED):
                 continue
-            copy = patched.members[name.replace(stock.dist_info, changes.dist_info)]
+            copy = patched.members[name.replace(f"{stock.dist_info}/", f"{changes.dist_info}/")]
             raw = (stock.raw(member.data, member.end), patched.raw(copy.data, copy.end))
             assert raw[0] == raw[1], name
             if copy.name == name:  # its local header as well
                 header = patched.raw(copy.start, copy.data)
                 assert header == stock.raw(member.start, member.data)
             for field in zipfile.ZipInfo.__slots__:
-                if field not in _NOT_COPIED:
+                if field not in _OWN_FIELDS:
                     assert getattr(copy.info, field, 0) == getattr(member.info, field, 0), field
 
 
-_NOT_COPIED = {"filename", "orig_filename", "header_offset", "_end_offset"}
+_OWN_FIELDS = {"filename", "orig_filename", "header_offset", "_end_offset"}
 
 
 @pytest.mark.parametrize("streamed", [False, True])
@@ -136,15 +137,70 @@ def test_what_is_not_changed_is_never_inflated(tmp_path: Path, out: Path) -> Non
         zlib.decompress(raw, wbits=-15)
 
 
-def test_a_member_without_permission_bits_gets_the_usual_ones(tmp_path: Path, out: Path) -> None:
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (0x20, 0o100644 << 16),
+        (0x8000, 0o100644 << 16),  # the highest bit of those that are DOS's
+        (1 << 16, 1 << 16),  # the lowest of those that are not
+    ],
+)
+def test_a_member_without_permission_bits_gets_the_usual_ones(
+    tmp_path: Path, out: Path, before: int, after: int
+) -> None:
     path = stock_wheel_file(tmp_path)
     content = path.read_bytes()
     at = content.rindex(WORKER.encode()) - 8  # external attributes, then the offset, then the name
-    path.write_bytes(content[:at] + b"\x20\0\0\0" + content[at + 4 :])
+    path.write_bytes(content[:at] + before.to_bytes(4, "little") + content[at + 4 :])
     with opened(path) as (stock, changes):
-        assert stock.members[WORKER].info.external_attr == 0x20
+        assert stock.members[WORKER].info.external_attr == before
         with WheelReader(write(stock, changes, out)) as patched:
-            assert patched.members[WORKER].info.external_attr == 0o100644 << 16
+            assert patched.members[WORKER].info.external_attr == after
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        ["RECORD", "vllm/__init__.py", "RECORD.jws", "METADATA"],
+        [NATIVE, "RECORD", "vllm/__init__.py", "METADATA", ODD_NAME, "RECORD.p7s", SCRIPT],
+        ["vllm/empty.py", "WHEEL", "vllm/data/", WORKER, "vllm/__init__.py"],
+    ],
+)
+def test_a_source_may_have_its_members_in_any_order(
+    tmp_path: Path, out: Path, order: list[str]
+) -> None:
+    folder = "vllm-0.20.2.dist-info"
+    files = with_metadata(stock_files())
+    files |= {f"{folder}/{signature}": b"signed" for signature in ("RECORD.jws", "RECORD.p7s")}
+    first = [name if "/" in name else f"{folder}/{name}" for name in order]
+    ordered = {name: files.pop(name) for name in first} | files
+    path = tmp_path / f"vllm-0.20.2-{TAGS}.whl"
+    path.write_bytes(zip_bytes(ordered))
+    with opened(path) as (stock, changes):
+        assert list(stock.members) == list(ordered)
+        target = write(stock, changes, out)
+        assert_sound(stock, changes, target)
+    kept = [name for name in ordered if not name.startswith(f"{folder}/")]
+    with WheelReader(target) as patched:
+        assert list(patched.members)[: len(kept)] == kept
+
+
+def test_what_is_only_called_like_the_metadata_folder_is_no_metadata(
+    tmp_path: Path, out: Path
+) -> None:
+    old = "vllm-0.20.2.dist-info-not/a.py"
+    path = stock_wheel_file(tmp_path, {**stock_files(), old: b"a"})
+    with opened(path) as (stock, changes):
+        new = f"{changes.dist_info}-not/b.py"
+        changes.added[new] = b"b"
+        target = write(stock, changes, out)
+        assert_sound(stock, changes, target)
+        with WheelReader(target) as patched:
+            names = patched.names
+    (*_, last) = (name for name in names if not name.startswith(f"{changes.dist_info}/"))
+    metadata = names[names.index(last) + 1 :]
+    assert {old, new}.isdisjoint(metadata)
+    assert all(name.startswith(f"{changes.dist_info}/") for name in metadata)
 
 
 def test_signatures_of_the_old_record_are_left_out(tmp_path: Path, out: Path) -> None:
@@ -229,6 +285,30 @@ def test_a_disk_that_fails_while_the_result_is_read_back_is_noticed(
             write(stock, changes, out)
     assert target.read_bytes() == b"old"
     assert list(out.iterdir()) == [target]
+
+
+def test_the_first_byte_that_would_be_written_otherwise_is_named(tmp_path: Path, out: Path) -> None:
+    with opened(stock_wheel_file(tmp_path)) as (stock, changes):
+        target = write(stock, changes, out)
+        sound = target.read_bytes()
+
+        def difference(content: bytes) -> int | None:
+            target.write_bytes(content)
+            return first_difference(
+                stock,
+                target,
+                dist_info=changes.dist_info,
+                replaced=changes.replaced,
+                added=changes.added,
+            )
+
+        assert difference(sound) is None
+        assert difference(sound + b"\0") == len(sound)
+        for at in (0, 1, sound.index(b"return 2"), *range(2, len(sound), 9973), len(sound) - 1):
+            other = bytes([sound[at] ^ 1])
+            assert difference(sound[:at] + other + sound[at + 1 :]) == at
+            assert difference(sound[:at] + other + sound[: -at - 1]) == at  # and not the last one
+            assert difference(sound[:at]) == at
 
 
 _BUILD = """
