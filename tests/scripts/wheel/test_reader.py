@@ -69,6 +69,39 @@ def test_another_distribution_and_a_local_version_are_wheels_too(tmp_path: Path)
         wheel.require_unpatched()
 
 
+def is_open(path: Path) -> bool:
+    """Whether this process has the file open."""
+    descriptors = Path("/proc/self/fd")
+    return any(one.samefile(path) for one in descriptors.iterdir() if one.exists())
+
+
+def test_a_wheel_is_open_as_long_as_it_is_read(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path)
+    with WheelReader(path) as wheel:
+        assert wheel.path == path
+        assert is_open(path)
+    assert not is_open(path)
+    wheel = WheelReader(path)
+    wheel.close()
+    assert not is_open(path)
+
+
+@pytest.mark.parametrize("name", [FILE, "vllm.whl"])
+def test_a_wheel_that_is_refused_is_closed(tmp_path: Path, name: str) -> None:
+    error = refused(tmp_path, b"no zip file", name=name)  # which holds on to the frames
+    assert error.__traceback__ is not None
+    assert not is_open(tmp_path / name)
+
+
+def test_a_wheel_may_lie_under_a_name_that_it_will_not_keep(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path).rename(tmp_path / "half-written")
+    with WheelReader(path, FILE) as wheel:
+        assert (wheel.path, wheel.name, wheel.file_name.tags) == (path, FILE, TAGS)
+        with pytest.raises(BrokenWheelError) as caught:
+            wheel.read("vllm/other.py")
+    assert caught.value.found == f"{FILE} has no vllm/other.py"
+
+
 def test_raw_bytes_come_in_pieces_and_are_those_of_the_file(tmp_path: Path) -> None:
     path = stock_wheel_file(tmp_path, {"vllm/big.bin": bytes(range(256)) * 10_000})
     content = path.read_bytes()
@@ -79,6 +112,9 @@ def test_raw_bytes_come_in_pieces_and_are_those_of_the_file(tmp_path: Path) -> N
         assert len(pieces) > 1
         assert max(map(len, pieces)) == 1 << 20
         assert b"".join(pieces) == content * 200 == wheel.read("vllm/big.bin")
+        assert wheel.raw(member.data, member.data + 9) == content[:9]
+        end = path.stat().st_size
+        assert wheel.raw(end - 2, end + 100) == path.read_bytes()[-2:]
 
 
 def test_a_file_that_shrinks_meanwhile_is_noticed(tmp_path: Path) -> None:
@@ -97,13 +133,21 @@ def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
         WheelReader(tmp_path / FILE)
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"not a zip file at all" * 100])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"PK\3\4",
+        b"not a zip file at all" * 100,
+        b"PK\6\7" + bytes(12) + b"\1\0\0\0" + b"PK\5\6" + bytes(18),  # too short for its directory
+    ],
+)
 def test_what_is_no_zip_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "is no zip file, or is cut off" in refused(tmp_path, content).found
 
 
 def test_an_empty_zip_file_is_refused(tmp_path: Path) -> None:
-    assert "has 0 dist-info folders" in refused(tmp_path, zip_bytes({})).found
+    assert "has 0 dist-info folders (none)" in refused(tmp_path, zip_bytes({})).found
 
 
 @pytest.mark.parametrize("share", [0.1, 0.5, 0.9, 0.999])
@@ -200,6 +244,41 @@ def test_bytes_between_the_members_are_refused(tmp_path: Path) -> None:
     assert "a gap or overlap" in refused(tmp_path, buffer.getvalue()).found
 
 
+def with_body(content: bytes, change: Callable[[bytes], bytes]) -> bytes:
+    """Return a zip file with other bytes in front of its directory, which lies behind them."""
+    (start,) = struct.unpack("<L", content[-6:-2])
+    body = change(content[:start])
+    return body + content[start:-6] + struct.pack("<L", len(body)) + content[-2:]
+
+
+def test_bytes_behind_the_last_member_are_refused(tmp_path: Path) -> None:
+    content = hostile.pack(hostile.sound())
+    assert (
+        "has 5 stray bytes"
+        in refused(tmp_path, with_body(content, lambda body: body + b"stray")).found
+    )
+
+
+@pytest.mark.parametrize("left", [0, 10, 29, 30, 38])
+def test_a_local_header_that_is_cut_off_is_refused(tmp_path: Path, left: int) -> None:
+    content = hostile.pack([*hostile.sound(), hostile.Entry(b"vllm/last", method=0)])
+    cut = with_body(content, lambda body: body[: len(body) - 39 + left])
+    assert "no member vllm/last where its directory says" in refused(tmp_path, cut).found
+
+
+def test_a_member_that_reaches_into_the_directory_is_refused(tmp_path: Path) -> None:
+    last = hostile.Entry(b"vllm/last", method=0, lies={"local_packed": 1, "central_packed": 1})
+    content = hostile.pack([*hostile.sound(), last])
+    assert "no member vllm/last where its directory says" in refused(tmp_path, content).found
+
+
+def test_a_data_descriptor_does_not_reach_into_the_directory(tmp_path: Path) -> None:
+    (size,) = struct.unpack("<L", b"PK\1\2")  # what stands behind the member, read as a number
+    last = hostile.Entry(b"vllm/last", method=0, flags=8, size=size, descriptor=bytes(8))
+    content = hostile.pack([*hostile.sound(), last])
+    assert "has no data descriptor behind vllm/last" in refused(tmp_path, content).found
+
+
 def test_a_streamed_member_without_its_descriptor_is_refused(tmp_path: Path) -> None:
     content = zip_bytes(with_metadata(stock_files()), streamed=True)
     assert content.count(b"PK\7\x08") > 5
@@ -215,7 +294,8 @@ def test_metadata_that_is_missing_is_refused(tmp_path: Path, name: str) -> None:
 
 def test_two_metadata_folders_are_refused(tmp_path: Path) -> None:
     files = with_metadata({**stock_files(), "other-1.0.dist-info/METADATA": b""})
-    assert "has 2 dist-info folders" in refused(tmp_path, zip_bytes(files)).found
+    found = refused(tmp_path, zip_bytes(files)).found
+    assert f"has 2 dist-info folders (other-1.0.dist-info, {FOLDER})" in found
 
 
 @pytest.mark.parametrize(
@@ -249,6 +329,13 @@ def test_metadata_that_contradicts_its_folder_is_refused(tmp_path: Path) -> None
     ("change", "reason"),
     [
         (lambda r: r + b"vllm/ghost.py,sha256=x,1\n", "do not agree on 1 files"),
+        (lambda r: b"vllm/ghost.py,sha256=x,1\n" + r, "on 1 files, such as vllm/ghost.py"),
+        (lambda r: r.replace(b"vllm/empty.py,", b"vllm/full.py,"), "do not agree on 2 files"),
+        (lambda r: r.replace(b"vllm/empty.py,", b'"vllm/empty".py,'), "cannot be read"),
+        (
+            lambda r: r.replace(b",0\n", b",\n"),
+            "lists vllm/empty.py in RECORD without hash or size",
+        ),
         (lambda r: r[r.index(b"\n") + 1 :], f"do not agree on 1 files, such as {NATIVE}"),
         (lambda r: r[: r.index(b"\n") + 1] + r, f"lists {NATIVE} twice"),
         (lambda r: r.replace(b"/RECORD,,\n", b"/OTHER,,\n"), "without hash or size"),
@@ -266,6 +353,34 @@ def test_a_record_that_does_not_fit_is_refused(
     files = with_metadata(stock_files())
     files[f"{FOLDER}/RECORD"] = change(files[f"{FOLDER}/RECORD"])
     assert reason in refused(tmp_path, zip_bytes(files)).found
+
+
+@pytest.mark.parametrize("row", [None, ("", ""), ("sha256=x", "1")])
+@pytest.mark.parametrize("name", [f"{FOLDER}/RECORD.jws", f"{FOLDER}/RECORD.p7s"])
+def test_a_signature_of_record_may_be_left_out_of_it_or_not_be_hashed(
+    tmp_path: Path, name: str, row: tuple[str, str] | None
+) -> None:
+    files = with_metadata(stock_files())
+    files[name] = b"signed"
+    if row is not None:
+        files[f"{FOLDER}/RECORD"] += ",".join((name, *row)).encode() + b"\n"
+    path = tmp_path / FILE
+    path.write_bytes(zip_bytes(files))
+    with WheelReader(path) as wheel:
+        assert wheel.records.get(name) == row
+    elsewhere = zip_bytes({**files, "vllm/RECORD.jws": b"signed"})
+    assert "do not agree on 1 files, such as vllm/RECORD.jws" in refused(tmp_path, elsewhere).found
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_the_lines_of_record_may_end_in_any_way(tmp_path: Path, end: bytes) -> None:
+    files = with_metadata(stock_files())
+    files[f"{FOLDER}/RECORD"] = files[f"{FOLDER}/RECORD"].replace(b"\n", end)
+    path = tmp_path / FILE
+    path.write_bytes(zip_bytes(files))
+    with WheelReader(path) as wheel:
+        assert wheel.records.keys() == set(wheel.names)
+        assert wheel.records[ODD_NAME].size == str(len(files[ODD_NAME]))
 
 
 def test_a_wrong_crc_is_found_in_what_is_read_and_only_there(tmp_path: Path) -> None:
@@ -356,6 +471,28 @@ class TestMemory:
         with WheelReader(path) as wheel, pytest.raises(BrokenWheelError, match="bytes"):
             wheel.read(WORKER)
 
+    @pytest.mark.parametrize("more", [0, 1])
+    def test_begins_behind_eight_mebibytes(self, tmp_path: Path, more: int) -> None:
+        data = bytes((8 << 20) + more)
+        with WheelReader(stock_wheel_file(tmp_path, {WORKER: data})) as wheel:
+            if not more:
+                assert wheel.read(WORKER) == data
+                return
+            with pytest.raises(BrokenWheelError, match="of 8388609 bytes") as caught:
+                wheel.read(WORKER)
+        assert caught.value.expected == "8388608 at most"
+
+    @pytest.mark.parametrize(
+        ("more", "found"),
+        [(0, "has 0 dist-info folders"), (1, "of 8388609 bytes, where 8388608 at most")],
+    )
+    def test_of_a_directory_begins_there_too(self, tmp_path: Path, more: int, found: str) -> None:
+        entries = [hostile.Entry(b"vllm/%03d" % number) for number in range(128)]
+        for entry in entries:
+            entry.comment = bytes(65536 - 46 - len(entry.name))
+        entries[0].comment += bytes(more)
+        assert found in refused(tmp_path, hostile.pack(entries)).found
+
     def test_of_the_directory(self, tmp_path: Path) -> None:
         buffer = io.BytesIO()
         with zipfile.ZipFile(buffer, "w") as archive:
@@ -366,6 +503,15 @@ class TestMemory:
         assert "a directory of 85" in refused(tmp_path, buffer.getvalue()).found
 
 
+LONGEST_PATH = ("x" * 250 + "/") * 16 + "y" * 80  # 4096 bytes
+
+
+@pytest.mark.parametrize("name", ["vllm/" + "é" * 127 + "x", LONGEST_PATH])
+def test_names_as_long_as_a_file_may_have_are_taken(tmp_path: Path, name: str) -> None:
+    with WheelReader(stock_wheel_file(tmp_path, {name: b"x"})) as wheel:
+        assert wheel.read(name) == b"x"
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -374,6 +520,8 @@ class TestMemory:
         ("vllm/\u202egnp.py", "cannot be shown"),
         ("vllm/" + "x" * 256, "longer than any"),
         ("vllm/" + "x/" * 2100 + "y", "longer than any"),
+        ("vllm/" + "é" * 128, "longer than any"),
+        (LONGEST_PATH + "y", "longer than any"),
     ],
 )
 def test_names_that_no_file_has_are_refused(tmp_path: Path, name: str, reason: str) -> None:
@@ -388,9 +536,36 @@ def test_a_name_in_record_is_not_printed_as_it_is(tmp_path: Path) -> None:
     assert "lists 'a\\nexpected: b' in RECORD" in refused(tmp_path, zip_bytes(files)).found
 
 
-def test_a_file_and_a_folder_of_one_name_are_refused(tmp_path: Path) -> None:
-    content = zip_bytes(with_metadata({**stock_files(), f"{WORKER}/x": b""}))
-    assert f"{WORKER} as a file" in refused(tmp_path, content).found
+@pytest.mark.parametrize(
+    ("file", "other"),
+    [(WORKER, f"{WORKER}/x"), ("v", "v/x"), ("vllm/data", "vllm/data/"), ("a/b", "a/b/c/d/e")],
+)
+def test_a_file_and_a_folder_of_one_name_are_refused(tmp_path: Path, file: str, other: str) -> None:
+    content = zip_bytes(with_metadata({**stock_files(), file: b"", other: b""}))
+    assert f"has {other}, and {file} as a file" in refused(tmp_path, content).found
+
+
+@pytest.mark.parametrize("change", [{"flags": 1}, {"method": 12}, {"method": 1}])
+def test_what_is_neither_stored_nor_deflated_is_refused(
+    tmp_path: Path, change: dict[str, int]
+) -> None:
+    entries = hostile.sound()
+    for field, value in change.items():
+        setattr(entries[0], field, value)
+    found = refused(tmp_path, hostile.pack(entries)).found
+    assert f"{entries[0].text!r}: neither stored nor deflated, or encrypted" in found
+
+
+@pytest.mark.parametrize("flags", [2, 4, 6, 0x800])
+def test_how_well_it_is_deflated_makes_no_difference(tmp_path: Path, flags: int) -> None:
+    entries = hostile.sound()
+    entries[0].flags = flags
+    path = tmp_path / FILE
+    path.write_bytes(hostile.pack(entries))
+    with WheelReader(path) as wheel:
+        assert wheel.read(entries[0].text) == entries[0].data
+    entries[0].lies = {"local_crc": 1}
+    assert "where its directory says" in refused(tmp_path, hostile.pack(entries)).found
 
 
 @pytest.mark.parametrize(
@@ -418,6 +593,7 @@ def test_what_is_neither_file_nor_folder_is_refused(
         {"local_flags": 0x800},
         {"lies": {"local_size": 1}},
         {"local_extra": b"\x75\x70\x06\x00\x01\0\0\0\0x"},
+        {"local_extra": b"\x42\x42\xff\0" + bytes(255) + b"\x75\x70\x05\x00\x01\0\0\0\0"},
         {"lies": {"local_size": 0xFFFFFFFF}, "local_extra": b"\1\0\x10\0" + bytes(16)},
     ],
 )
@@ -442,6 +618,16 @@ def test_a_local_header_of_any_length_is_read_whole(tmp_path: Path, length: int)
         assert wheel.read(second.name) == entries[1].data
 
 
+def test_content_that_looks_like_an_extra_field_is_none(tmp_path: Path) -> None:
+    entries = hostile.sound()
+    entries[0].data, entries[0].method = b"\x75\x70\x05\x00\x01\0\0\0\0", 0
+    entries[-1].data = record({one.text: one.data for one in entries}, hostile.RECORD)
+    path = tmp_path / FILE
+    path.write_bytes(hostile.pack(entries))
+    with WheelReader(path) as wheel:
+        assert wheel.read(entries[0].text) == entries[0].data
+
+
 @pytest.mark.parametrize("size", ["1", "9" * 5000, "007"])
 def test_a_size_in_record_is_the_files(tmp_path: Path, size: str) -> None:
     files = with_metadata({"vllm/seven.py": b"1234567"})
@@ -457,7 +643,31 @@ def test_a_version_of_more_digits_than_a_number_takes_is_refused(tmp_path: Path)
     assert "in its METADATA" in refused(tmp_path, zip_bytes(files)).found
 
 
-def test_an_sbom_of_ours_in_a_stock_wheel_says_that_it_is_patched(tmp_path: Path) -> None:
-    path = stock_wheel_file(tmp_path, {**stock_files(), f"{FOLDER}/sboms/kvfix.cdx.json": b"{}"})
-    with WheelReader(path) as wheel, pytest.raises(AlreadyPatchedError, match="it holds"):
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{FOLDER}/sboms/kvfix.cdx.json",
+        "vllm_overlay",
+        "vllm_overlay.py",
+        "vllm_overlay/deeper/x.py",
+    ],
+)
+def test_a_file_of_ours_in_a_stock_wheel_says_that_it_is_patched(tmp_path: Path, name: str) -> None:
+    path = stock_wheel_file(tmp_path, {**stock_files(), name: b"{}"})
+    with WheelReader(path) as wheel, pytest.raises(AlreadyPatchedError) as caught:
         wheel.require_unpatched()
+    assert caught.value.found == f"{FILE} is patched already: it holds {name}"
+
+
+@pytest.mark.parametrize("name", ["vllm_overlays/x.py", "vllm/vllm_overlay.py", "sboms/x.json"])
+def test_a_file_that_is_called_much_like_ours_says_nothing(tmp_path: Path, name: str) -> None:
+    with WheelReader(stock_wheel_file(tmp_path, {**stock_files(), name: b""})) as wheel:
+        wheel.require_unpatched()
+
+
+def test_what_is_no_build_of_vllm_cannot_be_patched(tmp_path: Path) -> None:
+    path = stock_wheel_file(tmp_path, {"vllm.py": b"", "other/vllm/a.py": b""})
+    with WheelReader(path) as wheel:
+        for required in (wheel.require_vllm, wheel.require_unpatched):
+            with pytest.raises(UsageError, match="has no vllm/"):
+                required()
