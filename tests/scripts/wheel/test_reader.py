@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
 import struct
+import tracemalloc
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -32,6 +34,8 @@ from tests.scripts.wheels import (
 
 FOLDER = "vllm-0.20.2.dist-info"
 FILE = f"vllm-0.20.2-{TAGS}.whl"
+OTHER_NAME = b"\x75\x70\x06\x00\x01\0\0\0\0x"  # an extra field: the member is called x
+LONG_FIELD = b"\x42\x42\x2c\1" + bytes(300)  # unknown, and longer than what is read first
 
 
 def refused(folder: Path, content: bytes, *, name: str = FILE) -> BrokenWheelError:
@@ -133,17 +137,23 @@ def test_a_missing_file_is_the_users_mistake(tmp_path: Path) -> None:
         WheelReader(tmp_path / FILE)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"",
-        b"PK\3\4",
-        b"not a zip file at all" * 100,
-        b"PK\6\7" + bytes(12) + b"\1\0\0\0" + b"PK\5\6" + bytes(18),  # too short for its directory
-    ],
-)
+@pytest.mark.parametrize("content", [b"", b"PK\3\4", b"not a zip file at all" * 100])
 def test_what_is_no_zip_file_is_refused(tmp_path: Path, content: bytes) -> None:
     assert "is no zip file, or is cut off" in refused(tmp_path, content).found
+
+
+def test_a_directory_that_the_disk_does_not_give_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(io.FileIO):
+        def seek(self, offset: int, whence: int = 0, /) -> int:
+            if whence == 0:  # from the start: to the directory, which the end has named
+                raise OSError(errno.EIO, "it fails")
+            return super().seek(offset, whence)
+
+    monkeypatch.setattr(io, "FileIO", Failing)
+    found = refused(tmp_path, zip_bytes(with_metadata(stock_files()))).found
+    assert found.endswith("is no zip file, or is cut off: [Errno 5] it fails")
 
 
 def test_an_empty_zip_file_is_refused(tmp_path: Path) -> None:
@@ -410,26 +420,34 @@ def test_a_patched_wheel_is_told_apart(tmp_path: Path) -> None:
             wheel.require_unpatched()
 
 
-def test_a_member_and_an_offset_beyond_four_gibibytes_are_read(tmp_path: Path) -> None:
-    size = 5 << 30  # bytes, of a hole in a sparse file
-    path = tmp_path / FILE
+HUGE = 5 << 30  # bytes, of a hole in a sparse file
+
+
+def sparse_wheel(folder: Path) -> Path:
+    """Write a wheel whose first member is as good as empty, and `HUGE`."""
+    path = folder / FILE
     files = with_metadata({"vllm/small.py": b"x"})
-    files[f"{FOLDER}/RECORD"] += b"vllm/huge.bin,sha256=x,%d\n" % size
+    files[f"{FOLDER}/RECORD"] += b"vllm/huge.bin,sha256=x,%d\n" % HUGE
     with zipfile.ZipFile(path, "w") as archive:
         assert archive.fp is not None
         info = zipfile.ZipInfo("vllm/huge.bin", (2026, 1, 1, 0, 0, 0))
         info.CRC = info.header_offset = 0
-        info.file_size = info.compress_size = size
+        info.file_size = info.compress_size = HUGE
+        info.extra = LONG_FIELD
         archive.fp.write(info.FileHeader(zip64=True))
-        archive.start_dir = archive.fp.tell() + size  # where the next member goes
+        archive.start_dir = archive.fp.tell() + HUGE  # where the next member goes
         archive.filelist.append(info)
         for name, data in files.items():
             archive.writestr(name, data)
     assert path.stat().st_blocks * 512 < 1 << 20
-    with WheelReader(path) as wheel:
+    return path
+
+
+def test_a_member_and_an_offset_beyond_four_gibibytes_are_read(tmp_path: Path) -> None:
+    with WheelReader(sparse_wheel(tmp_path)) as wheel:
         huge = wheel.members["vllm/huge.bin"]
-        assert huge.info.file_size == huge.data_end - huge.data == size
-        assert wheel.members["vllm/small.py"].start > size
+        assert huge.info.file_size == huge.data_end - huge.data == HUGE
+        assert wheel.members["vllm/small.py"].start > HUGE
         assert wheel.read("vllm/small.py") == b"x"
 
 
@@ -492,6 +510,16 @@ class TestMemory:
             entry.comment = bytes(65536 - 46 - len(entry.name))
         entries[0].comment += bytes(more)
         assert found in refused(tmp_path, hostile.pack(entries)).found
+
+    def test_of_what_lies_between_the_headers_none_is_held(self, tmp_path: Path) -> None:
+        path = sparse_wheel(tmp_path)
+        tracemalloc.start()
+        try:
+            WheelReader(path).close()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1 << 20
 
     def test_of_the_directory(self, tmp_path: Path) -> None:
         buffer = io.BytesIO()
@@ -592,8 +620,8 @@ def test_what_is_neither_file_nor_folder_is_refused(
     [
         {"local_flags": 0x800},
         {"lies": {"local_size": 1}},
-        {"local_extra": b"\x75\x70\x06\x00\x01\0\0\0\0x"},
-        {"local_extra": b"\x42\x42\xff\0" + bytes(255) + b"\x75\x70\x05\x00\x01\0\0\0\0"},
+        {"local_extra": OTHER_NAME},
+        {"local_extra": LONG_FIELD + OTHER_NAME},
         {"lies": {"local_size": 0xFFFFFFFF}, "local_extra": b"\1\0\x10\0" + bytes(16)},
     ],
 )
@@ -618,14 +646,15 @@ def test_a_local_header_of_any_length_is_read_whole(tmp_path: Path, length: int)
         assert wheel.read(second.name) == entries[1].data
 
 
-def test_content_that_looks_like_an_extra_field_is_none(tmp_path: Path) -> None:
+@pytest.mark.parametrize("extra", [b"", LONG_FIELD])
+def test_content_that_looks_like_an_extra_field_is_none(tmp_path: Path, extra: bytes) -> None:
     entries = hostile.sound()
-    entries[0].data, entries[0].method = b"\x75\x70\x05\x00\x01\0\0\0\0", 0
+    entries[0].data, entries[0].method, entries[0].local_extra = OTHER_NAME, 0, extra
     entries[-1].data = record({one.text: one.data for one in entries}, hostile.RECORD)
     path = tmp_path / FILE
     path.write_bytes(hostile.pack(entries))
     with WheelReader(path) as wheel:
-        assert wheel.read(entries[0].text) == entries[0].data
+        assert wheel.read(entries[0].text) == OTHER_NAME
 
 
 @pytest.mark.parametrize("size", ["1", "9" * 5000, "007"])
