@@ -57,15 +57,26 @@ def a_patch(folder: Path, before: str = BASE, after: str = FIXED) -> Patch:
 
 
 def carried(
-    folder: Path, ours: Mapping[str, str], *, before: str = BASE, after: str = FIXED
+    folder: Path,
+    ours: Mapping[str, str],
+    *,
+    before: str = BASE,
+    after: str = FIXED,
+    looking: bool = True,
 ) -> Carried:
     """Carry the patch from `before` to `after` to a release with the files `ours`."""
     patch = a_patch(folder / "source", before, after)
     target = folder / "target"
     commit(target, ours, "the release")
     git(target, "tag", "v2")
+    was = {PATH: before}
     return carry(
-        patch, lambda path: {PATH: before}.get(path, ""), ours.get, Repository(target), "v2"
+        patch,
+        lambda path: was.get(path, ""),
+        ours.get,
+        Repository(target),
+        "v2",
+        looking=looking,
     )
 
 
@@ -96,11 +107,66 @@ def test_what_has_moved_is_carried_with_its_offset(tmp_path: Path) -> None:
     )
 
 
-def test_what_has_other_surroundings_is_merged(tmp_path: Path) -> None:
-    change = ("    def second(self):\n", "    def second(self, more):\n")
-    one = carried(tmp_path, {PATH: swapped(BASE, change)})
+def test_where_the_patch_was_made_from_a_longer_text_nothing_has_moved(tmp_path: Path) -> None:
+    """A fix above it was left out, so both texts lack what the patch counts."""
+    longer = ('"""Work."""\n', '"""Work."""\n' + "# more\n" * 8)
+    patch = a_patch(tmp_path / "source", swapped(BASE, longer), swapped(FIXED, longer))
+    target = tmp_path / "target"
+    commit(target, {PATH: BASE}, "the release")
+    git(target, "tag", "v2")
+    texts = {PATH: BASE}
+    one = carry(patch, texts.__getitem__, texts.get, Repository(target), "v2")
+    assert [(h.how, h.definition) for h in one.hunks] == [
+        (How.EXACT, ""),
+        (How.EXACT, "Worker.second"),
+    ]
+    assert one.texts == {PATH: FIXED}
+
+
+LAST = "\n    def last(self):\n        pass\n"
+
+
+def test_where_a_merge_collides_the_one_place_of_the_text_is_it(tmp_path: Path) -> None:
+    """Two methods stand in another order, which a merge cannot follow."""
+    second, third = (f"    def {one}" for one in BASE.split("    def ")[2:])
+    ours = BASE.replace(second + third, f"{third}\n{second}".rstrip("\n") + "\n") + LAST
+    one = carried(tmp_path, {PATH: ours}, before=BASE + LAST, after=FIXED + LAST)
+    assert one.status is Status.OFFSETS
+    assert [(h.how, h.said) for h in one.hunks] == [(How.EXACT, ""), (How.MOVED, "+7 lines")]
+    assert "def second(self):\n        begin()\n        hook(self)\n" in one.texts[PATH]
+
+
+@pytest.mark.parametrize(
+    ("changes", "number", "said"),
+    [
+        ([("import sys\n", "import sys, json\n")], 1, "its surroundings have changed"),
+        ([("def second(self)", "def second(self, more)")], 2, "its surroundings have changed"),
+        (
+            [("class Worker:", "class Base:"), ("def second(self)", "def second(self, more)")],
+            2,
+            "in Base.second now",
+        ),
+    ],
+)
+def test_what_has_other_surroundings_is_merged(
+    changes: list[tuple[str, str]], number: int, said: str, tmp_path: Path
+) -> None:
+    one = carried(tmp_path, {PATH: swapped(BASE, *changes)})
     assert one.status is Status.MERGED
-    assert one.texts[PATH] == swapped(FIXED, change)
+    assert [(h.number, h.said) for h in one.hunks if h.how is How.MERGED] == [(number, said)]
+    assert one.texts[PATH] == swapped(FIXED, *changes)
+
+
+def test_what_is_placed_by_what_it_hangs_on_says_so(tmp_path: Path) -> None:
+    """The method is the class's last one now: the lines below it are others."""
+    second, third = (f"    def {one}" for one in BASE.split("    def ")[2:])
+    ours = BASE.replace(second + third, f"{third}\n{second}".rstrip("\n") + "\n")
+    one = carried(tmp_path, {PATH: ours})
+    assert [(h.how, h.said) for h in one.hunks] == [
+        (How.EXACT, ""),
+        (How.MERGED, "placed by what it hangs on"),
+    ]
+    assert "def second(self):\n        begin()\n        hook(self)\n" in one.texts[PATH]
 
 
 def test_an_import_goes_beside_what_it_stood_by(tmp_path: Path) -> None:
@@ -108,6 +174,7 @@ def test_an_import_goes_beside_what_it_stood_by(tmp_path: Path) -> None:
     near = ("from vllm import two\n", "from vllm import two\nfrom vllm import two_more\n")
     one = carried(tmp_path, {PATH: swapped(BASE, around, near)})
     assert one.status is Status.MERGED
+    assert one.hunks[0].said == "an import, beside the same line"
     assert (
         "from vllm import two\nfrom ours import hook\nfrom vllm import two_more\n"
         in one.texts[PATH]
@@ -119,6 +186,15 @@ def test_an_import_does_not_go_between_parentheses(tmp_path: Path) -> None:
     other = swapped(other, ("from vllm import three\n", "    three,\n)\n"))
     one = carried(tmp_path, {PATH: other})
     assert "from vllm import one\nfrom ours import hook\nfrom vllm import (\n" in one.texts[PATH]
+
+
+@pytest.mark.parametrize("header", ["def f():", "async def f():", "class C:"])
+def test_an_import_does_not_go_below_a_definition(header: str, tmp_path: Path) -> None:
+    before = "from vllm import one\nfrom vllm import two\nfrom vllm import three\n"
+    after = before.replace("import two\n", "import two\nfrom ours import hook\n")
+    ours = f"{header}\n    pass\n\n\nfrom vllm import two\nfrom vllm import other\n"
+    one = carried(tmp_path, {PATH: ours}, before=before, after=after)
+    assert one.status is Status.CONFLICT
 
 
 def test_what_collides_has_markers_and_says_what_is_there(tmp_path: Path) -> None:
@@ -136,8 +212,17 @@ def test_what_is_there_already_is_a_hint_and_no_more(tmp_path: Path) -> None:
     part = swapped(BASE, ("        go_on()\n", "        hook(self)\n"))
     one = carried(tmp_path / "part", {PATH: part})
     assert one.status is Status.PARTLY
-    assert [hunk.how for hunk in one.hunks] == [How.EXACT, How.THERE]
+    assert [(h.how, h.said) for h in one.hunks] == [
+        (How.EXACT, ""),
+        (How.THERE, "the release has it"),
+    ]
     assert one.texts[PATH] == FIXED
+
+
+def test_what_empties_a_file_that_is_empty_is_there_already(tmp_path: Path) -> None:
+    one = carried(tmp_path, {PATH: ""}, before="x = 1\n", after="")
+    assert [hunk.how for hunk in one.hunks] == [How.THERE]
+    assert one.texts == {PATH: ""}
 
 
 def test_a_twin_at_the_stated_line_is_not_taken_for_the_place(tmp_path: Path) -> None:
@@ -149,9 +234,11 @@ def test_a_twin_at_the_stated_line_is_not_taken_for_the_place(tmp_path: Path) ->
     twin = first.replace("second", "twin")
     ours = f"class Worker:\n{twin}\n{first}\n    x = 1\n"
     one = carried(tmp_path, {PATH: ours}, before=before, after=after)
-    # Merging sees that a function was put above it, or cannot tell; the twin is never changed.
+    # Merging sees that a function was put above it; the twin is not changed.
     assert one.texts[PATH].index("hook(self)") > one.texts[PATH].index("def second")
-    assert one.status is not Status.CARRIED
+    assert [(h.how, h.said) for h in one.hunks] == [
+        (How.CONFLICT, "its text stands at line 6, and merging changes line 15")
+    ]
 
 
 METHOD = BASE[BASE.index("    def second") : BASE.index("    def third")]
@@ -189,6 +276,31 @@ def test_a_definition_that_has_moved_is_followed_back(tmp_path: Path) -> None:
     assert one.status is Status.MERGED
     after = swapped(BASE, ("import three\n", "import three\nfrom ours import hook\n"))
     assert one.texts == {PATH: swapped(after, ("        go_on()", "        hook(self)"))}
+
+
+def test_what_has_moved_to_one_module_is_put_there_together(tmp_path: Path) -> None:
+    after = FIXED.removesuffix("        end()\n") + "        hook(self)\n"
+    moved = BASE[BASE.index("    def second") :]
+    head, there = "from vllm import base\n", f"\n\nclass Base:\n{moved}"
+    ours = {PATH: BASE.removesuffix(f"\n{moved}"), "vllm/a/base.py": head + there}
+    one = carried(tmp_path, ours, after=after)
+    hooked = f"\n\nclass Base:\n{after[after.index('    def second') :]}"
+    assert one.texts["vllm/a/base.py"] == f"{head}from ours import hook\n{hooked}"
+
+
+def test_what_has_moved_within_its_module_is_carried_with_what_stays(tmp_path: Path) -> None:
+    """What stays is found where it stands once the other is in its place, without markers."""
+    after = swapped(BASE, ("        go_on()\n", "        hook(self)\n"))
+    after = after.removesuffix("        end()\n") + "        hook(self)\n"
+    ours = swapped(REST, ("class Worker:\n", f"class Base:\n{METHOD}\nclass Worker:\n"))
+    one = carried(tmp_path, {PATH: ours}, after=after)
+    assert one.status is Status.MERGED
+    assert [(h.number, h.how, h.said) for h in one.hunks] == [
+        (1, How.MERGED, f"in {PATH}, Base.second now"),
+        (2, How.MOVED, "+2 lines"),
+    ]
+    hooked = swapped(ours, ("        go_on()\n", "        hook(self)\n"))
+    assert one.texts == {PATH: hooked.removesuffix("        end()\n") + "        hook(self)\n"}
 
 
 def test_imports_stay_for_what_stays(tmp_path: Path) -> None:
@@ -242,6 +354,44 @@ def test_a_module_that_has_moved_is_followed(tmp_path: Path) -> None:
     assert one.texts == {"vllm/core.py": FIXED}
 
 
+def test_a_module_that_is_where_it_was_is_not_followed(tmp_path: Path) -> None:
+    one = carried(tmp_path, {PATH: BASE, "vllm/core.py": BASE})
+    assert one.status is Status.CARRIED
+    assert one.texts == {PATH: FIXED}
+
+
+@pytest.mark.parametrize(
+    ("change", "how", "said"),
+    [
+        (("class Worker:", "A = 1\n\n\nclass Worker:"), How.MERGED, "the module is {} now"),
+        (("go_on()", "go_further()"), How.CONFLICT, "{}: line 19:\n        go_further()"),
+        (("        go_on()", "        hook(self)"), How.THERE, "{}: the release has it"),
+    ],
+)
+def test_what_becomes_of_a_hunk_is_said_of_the_module_that_has_moved(
+    change: tuple[str, str], how: How, said: str, tmp_path: Path
+) -> None:
+    one = carried(tmp_path, {"vllm/core.py": swapped(BASE, change)})
+    assert [(h.how, h.said) for h in one.hunks] == [
+        (How.MERGED, "the module is vllm/core.py now"),
+        (how, said.format("vllm/core.py")),
+    ]
+    assert one.texts.keys() == {"vllm/core.py"}
+
+
+def test_what_a_fix_renames_is_followed_into_a_module_that_has_moved(tmp_path: Path) -> None:
+    """Its second hunk looks for the name that the first one has changed there already."""
+    second = "    def second(self):\n" + "".join(f"        step_{n}()\n" for n in range(12))
+    others = [f"    def {name}(self):\n        {name}_step()\n" for name in ("first", "third")]
+    before = "class Worker:\n" + "\n".join([others[0], second, others[1]])
+    changes = (("def second", "def renamed"), ("step_10()", "hook(self)"))
+    there = "class Worker:\n" + "\n".join([*others, swapped(second, ("step_8()", "step()"))])
+    ours = {"vllm/core.py": there}
+    one = carried(tmp_path, ours, before=before, after=swapped(before, *changes))
+    assert one.status is Status.MERGED
+    assert one.texts == {"vllm/core.py": swapped(there, *changes)}
+
+
 def test_a_module_that_may_be_either_of_two_needs_a_person(tmp_path: Path) -> None:
     one = carried(tmp_path, {"vllm/core.py": BASE, "vllm/other.py": BASE})
     assert one.status is Status.GONE
@@ -251,8 +401,15 @@ def test_a_module_that_may_be_either_of_two_needs_a_person(tmp_path: Path) -> No
 def test_what_is_nowhere_is_not_proposed(tmp_path: Path) -> None:
     one = carried(tmp_path, {"vllm/other.py": "x = 1\n"})
     assert one.status is Status.GONE
-    assert [hunk.went for hunk in one.hunks] == [(), ()]
+    assert [(h.went, h.said) for h in one.hunks] == [((), f"there is no {PATH}")] * 2
     assert one.texts == {}
+
+
+def test_what_is_gone_is_only_looked_for_where_somebody_asks(tmp_path: Path) -> None:
+    ours = {PATH: REST, "vllm/a/base.py": SPLIT, "vllm/a/push.py": SPLIT}
+    one = carried(tmp_path, ours, looking=False)
+    assert one.status is Status.GONE
+    assert [hunk.went for hunk in one.hunks] == [(), ()]
 
 
 def test_likeness_alone_is_named_and_not_changed(tmp_path: Path) -> None:
@@ -280,6 +437,20 @@ def test_a_fix_is_merged_without_those_that_were_left_out(tmp_path: Path) -> Non
         tmp_path / "alone", FIXED, FIXED.replace("        other()\n", "        more()\n")
     )
     assert source.before(alone)(PATH) == BASE
+
+
+@pytest.mark.parametrize(("carries", "text"), [(True, FIXED), (False, BASE)])
+def test_a_fix_is_merged_with_those_that_were_carried(
+    carries: bool, text: str, tmp_path: Path
+) -> None:
+    more = (("        other()\n", "        more()\n"), ("step_four()", "step_five()"))
+    first = a_patch(tmp_path / "first")
+    second = a_patch(tmp_path / "second", FIXED, swapped(FIXED, more[0]))
+    third = a_patch(tmp_path / "third", swapped(FIXED, more[0]), swapped(FIXED, *more))
+    source = Source({PATH: BASE}.__getitem__)
+    source.add(first, carried=carries)
+    source.add(second, carried=True)
+    assert source.before(third)(PATH) == swapped(text, more[0])
 
 
 @pytest.mark.parametrize(
