@@ -87,6 +87,11 @@ def swapped(text: str, *pairs: tuple[str, str]) -> str:
     return text
 
 
+def test_a_person_looks_at_what_collides_and_at_what_upstream_may_have() -> None:
+    stops = {status for status in Status if status.stops}
+    assert stops == {Status.HINT, Status.PARTLY, Status.CONFLICT, Status.GONE}
+
+
 def test_what_is_the_same_is_carried_as_it_is(tmp_path: Path) -> None:
     one = carried(tmp_path, {PATH: BASE})
     assert one.status is Status.CARRIED
@@ -381,13 +386,14 @@ def test_what_becomes_of_a_hunk_is_said_of_the_module_that_has_moved(
 
 def test_what_a_fix_renames_is_followed_into_a_module_that_has_moved(tmp_path: Path) -> None:
     """Its second hunk looks for the name that the first one has changed there already."""
-    second = "    def second(self):\n" + "".join(f"        step_{n}()\n" for n in range(12))
-    others = [f"    def {name}(self):\n        {name}_step()\n" for name in ("first", "third")]
-    before = "class Worker:\n" + "\n".join([others[0], second, others[1]])
-    changes = (("def second", "def renamed"), ("step_10()", "hook(self)"))
-    there = "class Worker:\n" + "\n".join([*others, swapped(second, ("step_8()", "step()"))])
-    ours = {"vllm/core.py": there}
-    one = carried(tmp_path, ours, before=before, after=swapped(before, *changes))
+    first, second = (
+        f"    def {name}(self):\n" + "".join(f"        {name}_{n}()\n" for n in range(lines))
+        for name, lines in (("first", 12), ("second", 10))
+    )
+    before = f"class Worker:\n{second}\n{first}"
+    changes = (("def second", "def renamed"), ("second_8()", "hook(self)"))
+    there = f"class Worker:\n{first}\n{swapped(second, ('second_7()', 'other()'))}"
+    one = carried(tmp_path, {"vllm/core.py": there}, before=before, after=swapped(before, *changes))
     assert one.status is Status.MERGED
     assert one.texts == {"vllm/core.py": swapped(there, *changes)}
 
@@ -439,18 +445,26 @@ def test_a_fix_is_merged_without_those_that_were_left_out(tmp_path: Path) -> Non
     assert source.before(alone)(PATH) == BASE
 
 
-@pytest.mark.parametrize(("carries", "text"), [(True, FIXED), (False, BASE)])
+@pytest.mark.parametrize(
+    ("carries", "change", "text"),
+    [
+        (True, ("        other()\n", "        more()\n"), FIXED),
+        (False, ("        other()\n", "        more()\n"), BASE),
+        (False, ("        hook(self)\n", "        hook(self, 2)\n"), FIXED),
+    ],
+    ids=["all", "one was left out", "one was left out that the other needs"],
+)
 def test_a_fix_is_merged_with_those_that_were_carried(
-    carries: bool, text: str, tmp_path: Path
+    carries: bool, change: tuple[str, str], text: str, tmp_path: Path
 ) -> None:
-    more = (("        other()\n", "        more()\n"), ("step_four()", "step_five()"))
+    both = swapped(FIXED, change)
     first = a_patch(tmp_path / "first")
-    second = a_patch(tmp_path / "second", FIXED, swapped(FIXED, more[0]))
-    third = a_patch(tmp_path / "third", swapped(FIXED, more[0]), swapped(FIXED, *more))
+    second = a_patch(tmp_path / "second", FIXED, both)
+    third = a_patch(tmp_path / "third", both, swapped(both, ("step_four()", "step_five()")))
     source = Source({PATH: BASE}.__getitem__)
     source.add(first, carried=carries)
     source.add(second, carried=True)
-    assert source.before(third)(PATH) == swapped(text, more[0])
+    assert source.before(third)(PATH) == swapped(text, change)
 
 
 @pytest.mark.parametrize(
