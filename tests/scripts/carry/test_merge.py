@@ -128,16 +128,22 @@ def test_where_the_patch_was_made_from_a_longer_text_nothing_has_moved(tmp_path:
     assert one.texts == {PATH: FIXED}
 
 
-LAST = "\n    def last(self):\n        pass\n"
-
-
-def test_where_a_merge_collides_the_one_place_of_the_text_is_it(tmp_path: Path) -> None:
-    """Two methods stand in another order, which a merge cannot follow."""
+@pytest.mark.parametrize(
+    ("rest", "how", "said"),
+    [
+        ("\n    def last(self):\n        pass\n", How.MOVED, "+7 lines"),
+        ("", How.MERGED, "placed by what it hangs on"),
+    ],
+    ids=["its whole text stands there once", "the lines below it are others"],
+)
+def test_what_a_merge_cannot_follow_goes_to_its_one_place(
+    rest: str, how: How, said: str, tmp_path: Path
+) -> None:
+    """Two methods stand in another order than where the patch was made."""
     second, third = (f"    def {one}" for one in BASE.split("    def ")[2:])
-    ours = BASE.replace(second + third, f"{third}\n{second}".rstrip("\n") + "\n") + LAST
-    one = carried(tmp_path, {PATH: ours}, before=BASE + LAST, after=FIXED + LAST)
-    assert one.status is Status.OFFSETS
-    assert [(h.how, h.said) for h in one.hunks] == [(How.EXACT, ""), (How.MOVED, "+7 lines")]
+    turned = BASE.replace(second + third, f"{third}\n{second}".rstrip("\n") + "\n")
+    one = carried(tmp_path, {PATH: turned + rest}, before=BASE + rest, after=FIXED + rest)
+    assert [(h.how, h.said) for h in one.hunks] == [(How.EXACT, ""), (how, said)]
     assert "def second(self):\n        begin()\n        hook(self)\n" in one.texts[PATH]
 
 
@@ -160,18 +166,6 @@ def test_what_has_other_surroundings_is_merged(
     assert one.status is Status.MERGED
     assert [(h.number, h.said) for h in one.hunks if h.how is How.MERGED] == [(number, said)]
     assert one.texts[PATH] == swapped(FIXED, *changes)
-
-
-def test_what_is_placed_by_what_it_hangs_on_says_so(tmp_path: Path) -> None:
-    """The method is the class's last one now: the lines below it are others."""
-    second, third = (f"    def {one}" for one in BASE.split("    def ")[2:])
-    ours = BASE.replace(second + third, f"{third}\n{second}".rstrip("\n") + "\n")
-    one = carried(tmp_path, {PATH: ours})
-    assert [(h.how, h.said) for h in one.hunks] == [
-        (How.EXACT, ""),
-        (How.MERGED, "placed by what it hangs on"),
-    ]
-    assert "def second(self):\n        begin()\n        hook(self)\n" in one.texts[PATH]
 
 
 def test_an_import_goes_beside_what_it_stood_by(tmp_path: Path) -> None:
