@@ -57,26 +57,15 @@ def a_patch(folder: Path, before: str = BASE, after: str = FIXED) -> Patch:
 
 
 def carried(
-    folder: Path,
-    ours: Mapping[str, str],
-    *,
-    before: str = BASE,
-    after: str = FIXED,
-    looking: bool = True,
+    folder: Path, ours: Mapping[str, str], *, before: str = BASE, after: str = FIXED
 ) -> Carried:
     """Carry the patch from `before` to `after` to a release with the files `ours`."""
     patch = a_patch(folder / "source", before, after)
     target = folder / "target"
     commit(target, ours, "the release")
     git(target, "tag", "v2")
-    was = {PATH: before}
     return carry(
-        patch,
-        lambda path: was.get(path, ""),
-        ours.get,
-        Repository(target),
-        "v2",
-        looking=looking,
+        patch, lambda path: {PATH: before}.get(path, ""), ours.get, Repository(target), "v2"
     )
 
 
@@ -405,9 +394,20 @@ def test_what_is_nowhere_is_not_proposed(tmp_path: Path) -> None:
     assert one.texts == {}
 
 
-def test_what_is_gone_is_only_looked_for_where_somebody_asks(tmp_path: Path) -> None:
+def test_what_is_gone_is_only_looked_for_where_a_person_is_to_see_it(tmp_path: Path) -> None:
+    patch, target = a_patch(tmp_path / "source"), tmp_path / "target"
     ours = {PATH: REST, "vllm/a/base.py": SPLIT, "vllm/a/push.py": SPLIT}
-    one = carried(tmp_path, ours, looking=False)
+    commit(target, ours, "the release")
+    git(target, "tag", "v2")
+    was = {PATH: BASE}
+    one = carry(
+        patch,
+        lambda path: was.get(path, ""),
+        ours.get,
+        Repository(target),
+        "v2",
+        looking=False,
+    )
     assert one.status is Status.GONE
     assert [hunk.went for hunk in one.hunks] == [(), ()]
 
