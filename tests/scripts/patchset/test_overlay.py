@@ -1,8 +1,12 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
+import locale
+import re
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from scripts.patchset import overlay as overlay_module
 from scripts.patchset.overlay import (
     Scope,
     build_record,
+    files_record,
     imported_by_hooks,
     imported_modules,
     module_path,
@@ -22,10 +27,12 @@ from scripts.patchset.overlay import (
     scope_of,
     stamp,
     stamp_all,
+    uses,
 )
 from scripts.patchset.patch import Patch, apply_patches
 from scripts.patchset.series import carried_releases, load_series
 from scripts.project import OVERLAY, ROOT
+from scripts.system.errors import CheckFailedError
 from scripts.system.process import run
 from tests.scripts import toys
 from tests.scripts.repos import write
@@ -37,10 +44,32 @@ CORE = [
 ]
 
 
-def hook(tmp_path: Path, added: str) -> Patch:
+def hook(tmp_path: Path, added: str, fix_id: str = "1") -> Patch:
     """Return a patch that adds these lines to the worker."""
     after = {toys.WORKER: toys.changed(toys.WORKER, ("import os\n", f"import os\n{added}"))}
-    return toys.patch(tmp_path, toys.fix("1"), after)
+    return toys.patch(tmp_path, toys.fix(fix_id), after)
+
+
+@pytest.fixture
+def of_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, str], Patch]:
+    """Return what makes a patch of a worker that has some imports already."""
+
+    def make(there: str, old: str, new: str) -> Patch:
+        before = toys.changed(toys.WORKER, ("import os\n", f"import os\n{there}"))
+        monkeypatch.setitem(toys.FILES, toys.WORKER, before)
+        after = {toys.WORKER: toys.changed(toys.WORKER, (old, new))}
+        return toys.patch(tmp_path, toys.fix("1"), after)
+
+    return make
+
+
+@pytest.fixture
+def in_ascii() -> Iterator[None]:
+    """Have text be ASCII to the system, as it is in many a container."""
+    before = locale.setlocale(locale.LC_CTYPE)
+    locale.setlocale(locale.LC_CTYPE, "C")
+    yield
+    locale.setlocale(locale.LC_CTYPE, before)
 
 
 @pytest.fixture
@@ -57,6 +86,9 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "vllm_overlay/a/unused.py": "",
         "vllm_overlay/b/__init__.py": "",
         "vllm_overlay/b/three.py": "from vllm_overlay.a.one import name\n",
+        "vllm_overlay/c/__init__.py": "MEMBER = 'é'\n",
+        "vllm_overlay/c/d/__init__.py": "",
+        "tests/one.py": "",
     })  # fmt: skip
     monkeypatch.setattr(overlay_module, "ROOT", root)
     monkeypatch.setattr(overlay_module, "OVERLAY", root / "vllm_overlay")
@@ -98,6 +130,18 @@ while x:
     assert sorted(imported_modules(tree)) == sorted(names)
 
 
+@pytest.mark.parametrize(
+    ("source", "names"),
+    [
+        ("import a, b.c as d", ["a", "b.c"]),
+        ("from a.b import c, d as e", ["a.b", "a.b.c", "a.b.d"]),
+        ("from . import a", []),
+    ],
+)
+def test_what_is_imported_from_a_module_may_be_one(source: str, names: list[str]) -> None:
+    assert imported_modules(ast.parse(source)) == names
+
+
 WHOLE = ["a/__init__.py", "a/one.py", "a/two.py", "b/__init__.py", "b/three.py"]
 
 
@@ -118,6 +162,8 @@ class TestClosure:
                 "from vllm_overlay.a import \\\n    unused\nf(x, y\n",
                 ["a/__init__.py", "a/unused.py"],
             ),
+            ("import vllm_overlay.c.d\n", ["c/__init__.py", "c/d/__init__.py"]),
+            ("from vllm_overlay import fixes\n", []),
         ],
     )
     def test_has_what_the_hooks_reach_and_no_more(
@@ -127,26 +173,68 @@ class TestClosure:
         assert sorted(files) == sorted([*CORE, *(f"vllm_overlay/{name}" for name in found)])
         assert all(data == (modules / name).read_bytes() for name, data in files.items())
 
+    @pytest.mark.parametrize(
+        ("added", "missing"),
+        [
+            ("import vllm_overlay.a.gone\n", "vllm_overlay.a.gone"),
+            ("import vllm_overlay.gone.one\n", "vllm_overlay.gone"),
+            ("from vllm_overlay.gone import name\n", "vllm_overlay.gone"),
+            ("from vllm_overlay.a.one.gone import name\n", "vllm_overlay.a.one.gone"),
+            ("from vllm_overlay import fix\n", "vllm_overlay.fix"),
+            ("from vllm_overlay import ixes\n", "vllm_overlay.ixes"),
+        ],
+    )
+    def test_is_refused_where_an_import_has_no_file(
+        self, modules: Path, tmp_path: Path, added: str, missing: str
+    ) -> None:
+        file = missing.replace(".", "/") + ".py"
+        said = f"{missing} is imported, and there is no {file}"
+        with pytest.raises(CheckFailedError, match=f"^{re.escape(said)}$"):
+            overlay_files([hook(tmp_path, added)])
+
+    @pytest.mark.usefixtures("modules", "in_ascii")
+    def test_knows_the_members_of_a_package_in_every_locale(self, tmp_path: Path) -> None:
+        files = overlay_files([hook(tmp_path, "from vllm_overlay.c import MEMBER\n")])
+        assert sorted(files) == sorted([*CORE, "vllm_overlay/c/__init__.py"])
+
     def test_a_name_put_into_an_import_that_is_there(
-        self, modules: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, modules: Path, of_imports: Callable[[str, str, str], Patch]
     ) -> None:
         """A fix that stands on another one: it uses the module as well."""
         there = (
-            "import os\nfrom vllm_overlay.a.unused import (\n    a,\n)\n"
-            "from vllm_overlay.b.three import x\n"
+            "from vllm_overlay.a.unused import (\n    a,\n)\nfrom vllm_overlay.b.three import x\n"
         )
-        before = toys.changed(toys.WORKER, ("import os\n", there))
-        monkeypatch.setitem(toys.FILES, toys.WORKER, before)
-        after = {toys.WORKER: toys.changed(toys.WORKER, ("    a,\n", "    b,\n"))}
-        patch = toys.patch(tmp_path, toys.fix("1"), after)
+        patch = of_imports(there, "    a,\n", "    b,\n")
         module = "vllm_overlay.a.unused"
         assert imported_by_hooks(patch) == [module, f"{module}.b"]
+
+    def test_an_import_that_goes_on_below_the_hunk(
+        self, of_imports: Callable[[str, str, str], Patch]
+    ) -> None:
+        """What is seen of it counts where a line of it is added, and else nothing."""
+        there = "from vllm_overlay.a import (\n    a,\n    b,\n    c,\n    d,\n    e,\n)\n"
+        patch = of_imports(there, "    a,\n", "    z,\n")
+        assert imported_by_hooks(patch) == [
+            "vllm_overlay.a", *(f"vllm_overlay.a.{name}" for name in "zbcd"),
+        ]  # fmt: skip
+        patch = of_imports(there, "import os\n", "import os\nimport re\n")
+        assert imported_by_hooks(patch) == ["re"]
+
+    @pytest.mark.parametrize("added", ["\nx = 1\n", "# why\nx = 1\n", "f(\n    x\n)\n"])
+    def test_a_line_that_stands_in_any_import_makes_none_that_is_there_its_own(
+        self, of_imports: Callable[[str, str, str], Patch], added: str
+    ) -> None:
+        there = "from vllm_overlay.a import (one,\n\n)\n"
+        patch = of_imports(there, "import os\n", f"import os\n{added}")
+        assert ")\n" in patch.files[toys.WORKER][0].new
+        assert imported_by_hooks(patch) == []
 
     def test_finds_modules_and_packages(self, modules: Path) -> None:
         assert module_path("vllm_overlay.a.one") == modules / "vllm_overlay/a/one.py"
         assert module_path("vllm_overlay.a") == modules / "vllm_overlay/a/__init__.py"
         assert module_path("vllm_overlay.a.one.name") is None
         assert module_path("vllm.a") is None
+        assert module_path("tests.one") is None
 
     @pytest.mark.parametrize("release", carried_releases())
     def test_of_this_repository_finds_each_import_of_its_hooks(self, release: str) -> None:
@@ -163,6 +251,26 @@ class TestClosure:
                 ast.parse(data)
 
 
+class TestUses:
+    def test_are_of_all_that_a_hook_reaches_on_each_release(
+        self, modules: Path, tmp_path: Path
+    ) -> None:
+        unused = hook(tmp_path, "import vllm_overlay.a.unused\n", "1")
+        too = hook(tmp_path, "from vllm_overlay.a import unused\n", "2")
+        three = hook(tmp_path, "import vllm_overlay.b.three\n", "3")
+        found = uses({"0.18.0": [unused], "0.20.2": [too, unused], "0.22.1": [three]})
+        assert {path.relative_to(modules).as_posix(): used for path, used in found.items()} == {
+            "vllm_overlay/a/one.py": {"0.22.1": ["3"]},
+            "vllm_overlay/a/two.py": {"0.22.1": ["3"]},
+            "vllm_overlay/a/unused.py": {"0.18.0": ["1"], "0.20.2": ["2", "1"]},
+            "vllm_overlay/b/three.py": {"0.22.1": ["3"]},
+        }
+        assert list(found) == sorted(found)
+
+    def test_are_none_of_a_module_that_no_hook_reaches(self, modules: Path) -> None:
+        assert set(map(str, uses({"0.18.0": []}).values())) == {"{}"}
+
+
 class TestStamp:
     TEXT = "# SPDX\n# of the project\nimport os\n# x\n"
 
@@ -175,7 +283,7 @@ class TestStamp:
     def test_of_a_file_names_the_fixes_that_change_it(self, tmp_path: Path) -> None:
         series = toys.series(tmp_path)
         texts, _ = apply_patches(series.patches, toys.FILES.__getitem__)
-        stamped = stamp_all(texts, series.patches)
+        stamped = stamp_all(texts, iter(series.patches))
         assert stamped[toys.WORKER].splitlines()[2].endswith(": 1, 2")
         assert stamped[toys.STATE].splitlines()[0].endswith(": 1")
         assert stamped.keys() == {toys.WORKER, toys.STATE}
@@ -212,12 +320,29 @@ class TestProvenance:
             "tests": list(fix.tests),
         }
 
-    def test_of_a_build_keeps_what_it_is_given(self) -> None:
-        values = {"release": "0.20.2", "source": "a.whl"}
+    def test_of_a_build_keeps_what_it_is_given_in_its_order(self) -> None:
+        values = {"release": "0.20.2", "patch_set": "0.1.0"}
         name, data = build_record(values)
-        scope: dict[str, object] = {}
+        assert name == "vllm_overlay/provenance/build.py"
+        scope: dict[str, dict[str, str]] = {}
         exec(compile(data, name, "exec"), scope)  # noqa: S102
-        assert scope["BUILD"] == values
+        assert [*scope["BUILD"].items()] == [*values.items()]
+
+    def test_of_files_has_the_sha256_of_each(self) -> None:
+        name, data = files_record({"vllm/z.py": b"z", "vllm/a.py": b""})
+        assert name == "vllm_overlay/provenance/files.py"
+        scope: dict[str, dict[str, str]] = {}
+        exec(compile(data, name, "exec"), scope)  # noqa: S102
+        assert [*scope["FILES"].items()] == [
+            ("vllm/a.py", hashlib.sha256(b"").hexdigest()),
+            ("vllm/z.py", hashlib.sha256(b"z").hexdigest()),
+        ]
+
+    @pytest.mark.parametrize(("columns", "lines"), [(96, 1), (97, 2)])
+    def test_lines_are_broken_where_they_would_be_longer(self, columns: int, lines: int) -> None:
+        long = "x" * (columns - len(" 'tests': ['', 'y']}"))
+        text = provenance(toys.fix("1", tests=(long, "y")))[1].decode()
+        assert text[text.index(" 'tests'") :].count("\n") == lines
 
     def test_lines_are_short_enough_to_read(self) -> None:
         text = provenance(toys.fix("1", tests=tuple(f"tests/{n}.py" for n in range(20))))[1]
@@ -324,3 +449,14 @@ def test_a_first_line_that_does_not_say(tmp_path: Path, line: str) -> None:
     path = tmp_path / "module.py"
     path.write_text(f'"""{line}"""\n')
     assert scope_of(path) is None
+
+
+def test_a_module_without_a_docstring_does_not_say(tmp_path: Path) -> None:
+    path = tmp_path / "module.py"
+    path.write_text("x = 1\n")
+    assert scope_of(path) is None
+
+
+def test_a_module_that_nothing_needs_keeps_its_scope(tmp_path: Path) -> None:
+    said = scope(tmp_path, "Up to 0.20.2: what it holds.")
+    assert needed_scope(said, [], CARRIED) is said
