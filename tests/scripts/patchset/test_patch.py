@@ -112,6 +112,7 @@ class TestReading:
             ("vllm/a.py", "/etc/passwd", "no path"),
             ("vllm/a.py", "vllm/\x1b[31m.py", "no path"),
             ("vllm/a.py", "vllm/./a.py", "no path"),
+            ("vllm/a.py", ".git/config", "no path"),
             ("vllm/a.py", "a.py\nrename from x", "Unexpected hunk"),
         ],
     )
@@ -134,6 +135,21 @@ class TestReading:
         text = stored_of(tmp_path / "made", {PATH: numbered()}, {PATH: after})
         top, first, second = text.split("@@ -")
         self.refused(tmp_path, "@@ -".join((top, second, first)), "contradict")
+
+    def test_refuses_hunks_that_overlap(self, tmp_path: Path) -> None:
+        after = numbered((5, "five\n"), (30, "thirty\n"))
+        text = stored_of(tmp_path / "made", {PATH: numbered()}, {PATH: after})
+        assert "@@ -2,7 +2,7 @@" in text
+        below = parse_patch(NAME, text.replace("@@ -27,7 +27,7 @@", "@@ -9,7 +9,7 @@"))
+        assert [hunk.start for hunk in below.files[PATH]] == [2, 9]
+        self.refused(tmp_path, text.replace("@@ -27,7 +27,7 @@", "@@ -8,7 +8,7 @@"), "contradict")
+
+    def test_refuses_a_marker_at_the_beginning_of_any_hunk(self, tmp_path: Path) -> None:
+        after = numbered((5, "five\n"), (30, "thirty\n"))
+        text = stored_of(tmp_path / "made", {PATH: numbered()}, {PATH: after})
+        marked = text.replace(" line 27\n", "\\ No newline at end of file\n line 27\n")
+        assert marked != text
+        self.refused(tmp_path, marked, "begins with a marker")
 
     def test_refuses_two_patches_in_one_file(self, tmp_path: Path) -> None:
         text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
@@ -176,6 +192,12 @@ class TestApplication:
             Offset(NAME, PATH, 3, 3),
         ]
 
+    def test_places_a_hunk_right_below_the_one_before(self, tmp_path: Path) -> None:
+        patch = made(tmp_path, numbered(), numbered((5, "five\n"), (20, "twenty\n")))
+        gone = [(number, "") for number in range(9, 17)]
+        after = numbered((5, "five\n"), *gone, (20, "twenty\n"))
+        assert applied(patch, numbered(*gone)) == after
+
     def test_reports_hunks_that_have_moved_up(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((20, "twenty\n")))
         offsets = apply_patches([patch], lambda _: numbered((3, ""), (4, "")))[1]
@@ -201,7 +223,14 @@ class TestApplication:
 
     @pytest.mark.parametrize(
         ("before", "after"),
-        [("a\nb", "a\nc"), ("a\nb", "a\nb\n"), ("a\nb\n", "a\nb"), ("a\nb", "x\nb"), ("", "a\n")],
+        [
+            ("a\nb", "a\nc"),
+            ("a\nb", "a\nb\n"),
+            ("a\nb\n", "a\nb"),
+            ("a\nb", "x\nb"),
+            ("a", "b\n"),
+            ("", "a\n"),
+        ],
     )
     def test_knows_a_missing_newline_and_an_empty_file(
         self, tmp_path: Path, before: str, after: str
@@ -243,6 +272,10 @@ class TestRefusal:
         patch = made(tmp_path, numbered(), numbered((20, "twenty\n")))
         found = refusal(patch, numbered((21, "x\n"))).found
         assert "nearest is line 17, where 6 of 7 lines agree" in found
+
+    def test_of_a_file_that_is_no_longer_empty(self, tmp_path: Path) -> None:
+        found = refusal(made(tmp_path, "", "a\n"), "b\n").found
+        assert "its text stands at line 1, 2; the end of the file is where it should" in found
 
     def test_when_one_hunk_of_several_has_no_place(self, tmp_path: Path) -> None:
         patch = made(tmp_path, numbered(), numbered((8, "eight\n"), (20, "twenty\n")))
