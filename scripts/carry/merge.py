@@ -295,8 +295,13 @@ class _File:
         if merged == ours:
             return self._result(number, How.THERE, "the release has it", ours), ours
         now = definition_at(merged, _first_change(ours, merged))
-        elsewhere = now is not None and now.name != self._definition(hunk)
-        said = f"in {now.name} now" if now and elsewhere else "its surroundings have changed"
+        own, there = self._definition(hunk), {one.name for one in definitions(ours)}
+        if now is None or now.name == own:
+            return self._result(number, How.MERGED, "its surroundings have changed", ours), merged
+        if {own, now.name} <= there:
+            said = f"merging puts it in {now.name}, and {own} is still there"
+            return self._result(number, How.CONFLICT, said, ours), merged
+        said = f"in {now.name} now"
         return self._result(number, How.MERGED, said, ours), merged
 
     def _on_one_side(self, result: HunkResult, ours: str, text: str) -> tuple[HunkResult, str]:

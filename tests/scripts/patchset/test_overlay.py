@@ -433,6 +433,7 @@ class TestScope:
         for needing, made in (
             (CARRIED, "All releases"),
             (CARRIED[:2], "Up to 0.20.2"),
+            (CARRIED[:3], "Up to 0.22.1"),
             (CARRIED[2:], "From 0.22.1 on"),
             (CARRIED[1:3], "0.20.2 to 0.22.1"),
         ):
