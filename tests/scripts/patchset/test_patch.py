@@ -151,6 +151,12 @@ class TestReading:
         assert marked != text
         self.refused(tmp_path, marked, "begins with a marker")
 
+    def test_refuses_a_marker_in_other_words(self, tmp_path: Path) -> None:
+        text = stored_of(tmp_path / "made", {PATH: "a"}, {PATH: "b\n"})
+        said = text.replace("No newline at end of file", "No newline")
+        assert said != text
+        self.refused(tmp_path, said, "belong to no hunk")
+
     def test_refuses_two_patches_in_one_file(self, tmp_path: Path) -> None:
         text = stored_of(tmp_path / "made", {PATH: "a\n"}, {PATH: "b\n"})
         self.refused(tmp_path, text * 2, "belong to no hunk")
