@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,11 +53,10 @@ class TestRecord:
         }
 
     def test_leaves_out_what_chance_puts_into_an_outcome(self) -> None:
-        path = f"{tempfile.gettempdir()}/x/log"
-        failed = Outcome("failed", f"{path}:7", f"OSError: {path} is gone", "release")
+        failed = Outcome("failed", "vllm/a.py:7", "OSError: no /tmp/x/log at 0x7f0a", "release")
         record("0.20.2", "stock", [(toys.fix("1"), "key")], {TEST: failed})
         kept = proofs("0.20.2")["1", "stock"].outcomes[TEST]
-        assert kept == Outcome("failed", "<path>:7", "OSError: <path> is gone", "release")
+        assert kept == replace(failed, message="OSError: no <path> at <address>")
 
     def test_keeps_what_a_run_of_a_fix_alone_has_left(self) -> None:
         alone = {"alone": {"inputs": {"1": "key"}}}
