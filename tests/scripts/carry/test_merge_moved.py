@@ -476,3 +476,18 @@ def test_an_import_below_the_first_definition_is_not_placed_by_the_imports_above
     one = carried(tmp_path, {PATH: theirs}, before=before, after=after)
     assert [hunk.how for hunk in one.hunks] == [How.CONFLICT]
     assert OURS in one.texts[PATH]
+
+
+def test_what_merging_puts_into_another_definition_is_shown(tmp_path: Path) -> None:
+    """The one that it is of stands there still, and two others have changed places."""
+    rest = "\n\nX = 1\n"
+    theirs = f"{REST.rstrip()}\n\n\nclass Base:\n{METHOD.rstrip()}{rest}"
+    after = f"{BASE.removesuffix('end()' + chr(10))}hook(self)\n"
+    one = carried(tmp_path, {PATH: theirs}, before=BASE + rest, after=after + rest)
+    assert [(hunk.how, hunk.definition, hunk.said) for hunk in one.hunks] == [
+        (
+            How.CONFLICT,
+            "Worker.third",
+            "merging puts it in Base.second, and Worker.third is still there",
+        )
+    ]
