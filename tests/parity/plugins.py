@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.parity.scenario import Observed, scenario
+from tests.support.hybrid_engine import states
 from tests.support.idle_engine import IdleEngine
 from tests.support.nixl_worker import connect, nixl_of
 from tests.support.overlapped_engine import OverlappedEngine
@@ -96,7 +97,7 @@ def a_block_pool_of_its_own(variant: str) -> Observed:
 def a_coordinator_of_its_own(kind: str) -> Observed:
     """Of a hybrid with prefix caching, without a connector."""
     groups: Any = tuple(kind.split(", "))
-    with own_coordinators():
+    with own_coordinators(), states(16, mode="align"):  # none else has prefixes from 0.33.0 on
         engine = OverlappedEngine(
             groups=groups, num_blocks=24, connected=False, prefix_caching=True
         )
