@@ -294,11 +294,12 @@ class _File:
             return self._result(number, how, _collision(ours, merged), ours), merged
         if merged == ours:
             return self._result(number, How.THERE, "the release has it", ours), ours
-        now = definition_at(merged, _first_change(ours, merged))
-        own, there = self._definition(hunk), {one.name for one in definitions(ours)}
-        if now is None or now.name == own:
+        own, at = self._definition(hunk), _first_change(ours, merged)
+        now, was = definition_at(merged, at), definition_at(ours, at)
+        # What takes away a whole one leaves the next one in its place.
+        if now is None or own in (now.name, was and was.name):
             return self._result(number, How.MERGED, "its surroundings have changed", ours), merged
-        if {own, now.name} <= there:
+        if {own, now.name} <= {one.name for one in definitions(ours)}:
             said = f"merging puts it in {now.name}, and {own} is still there"
             return self._result(number, How.CONFLICT, said, ours), merged
         said = f"in {now.name} now"

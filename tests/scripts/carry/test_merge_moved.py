@@ -491,3 +491,11 @@ def test_what_merging_puts_into_another_definition_is_shown(tmp_path: Path) -> N
             "merging puts it in Base.second, and Worker.third is still there",
         )
     ]
+
+
+def test_what_takes_a_definition_away_is_not_put_into_the_next_one(tmp_path: Path) -> None:
+    second = BASE[BASE.index("    def second") : BASE.index("    def third")]
+    theirs = swapped(BASE, ("        other()\n", "        another()\n"))
+    one = carried(tmp_path, {PATH: theirs}, after=swapped(BASE, (second, "")))
+    assert one.status is Status.MERGED
+    assert one.texts[PATH] == swapped(theirs, (second, ""))
