@@ -325,9 +325,10 @@ class _File:
             made, _ = self._with(taken, (hunk,))
         except PatchDoesNotApplyError:
             made, conflicts = self._merge(taken, theirs)
-            made = "" if conflicts else made
+            if conflicts:
+                return result, ours
         if not (made.startswith(before) and made.endswith(after)):
-            return result, ours
+            return result, ours  # it has a place elsewhere, too
         side = made[len(before) : len(made) - len(after)]
         return result, f"{''.join(lines[: middle + 1])}{side}{lines[end]}{after}"
 

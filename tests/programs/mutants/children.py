@@ -118,6 +118,7 @@ class Children:
     def _wait(self, selector: selectors.BaseSelector) -> Iterator[tuple[_Child, Any]]:
         """Yield the children that have answered, died, or were silent for too long."""
         next_deadline = min(child.deadline for child in self._running.values())
+        ended = set()
         for key, _ in selector.select(max(0.0, next_deadline - time.monotonic())):
             child: _Child = key.data
             data = os.read(child.pipe, 1 << 16)
@@ -126,8 +127,10 @@ class Children:
             if lines and lines[-1].startswith(b"!"):
                 raise RuntimeError(f"{child.task!r:.200}:\n{json.loads(lines[-1][1:])}")
             if lines and lines[-1].startswith(b"="):
+                ended.add(child.pid)
                 yield child, json.loads(lines[-1][1:])
             elif not data:
+                ended.add(child.pid)
                 yield child, DIED
             else:
                 if lines:
@@ -135,7 +138,7 @@ class Children:
                 child.said = rest
         now = time.monotonic()
         for child in list(self._running.values()):
-            if child.deadline < now:
+            if child.deadline < now and child.pid not in ended:  # late, but not silent
                 yield child, HUNG
 
     def _end(self, child: _Child) -> None:
