@@ -455,6 +455,14 @@ def test_a_hunk_in_the_conflict_of_an_earlier_one_is_on_the_side_of_the_patch(
     ]
 
 
+def test_a_conflict_may_be_the_whole_file(tmp_path: Path) -> None:
+    before, after = (textwrap.dedent(text.partition("\n")[2]) for text in (STEPS, BOTH))
+    theirs = before.replace("step", "other")
+    one = carried(tmp_path, {PATH: theirs}, before=before, after=after)
+    assert [hunk.how for hunk in one.hunks] == [How.CONFLICT, How.CONFLICT]
+    assert sides(one.texts[PATH]) == ["", theirs, before, after, ""]
+
+
 def test_a_hunk_behind_a_conflict_is_not_in_it(tmp_path: Path) -> None:
     rest = "\n\nA = 1\nB = 2\nC = 3\nD = 4\nE = 5\n"
     before = STEPS + rest
