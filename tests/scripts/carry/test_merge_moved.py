@@ -440,19 +440,21 @@ def sides(text: str) -> list[str]:
     return parts
 
 
+@pytest.mark.parametrize("first", ["", "import one\nimport two\n\n\n"])
 @pytest.mark.parametrize("rest", ["", "\n\ndef g():\n    hook()\n"])
 def test_a_hunk_in_the_conflict_of_an_earlier_one_is_on_the_side_of_the_patch(
-    rest: str, tmp_path: Path
+    first: str, rest: str, tmp_path: Path
 ) -> None:
     """Who takes that side has both."""
-    theirs = STEPS.replace("step", "other")
-    one = carried(tmp_path, {PATH: theirs + rest}, before=STEPS + rest, after=BOTH + rest)
+    theirs, before, after = (
+        f"{first}{text}{rest}" for text in (STEPS.replace("step", "other"), STEPS, BOTH)
+    )
+    one = carried(tmp_path, {PATH: theirs}, before=before, after=after)
     assert [hunk.how for hunk in one.hunks] == [How.CONFLICT, How.CONFLICT]
-    assert "in the conflict of an earlier one" in one.hunks[1].said
+    at = theirs[: theirs.index("    other_0")].count("\n") + 1
+    assert one.hunks[1].said == f"line {at}: its place is in the conflict of an earlier one"
     head, *middle, tail = sides(one.texts[PATH])
-    assert [f"{head}{side}{tail}" for side in middle] == [
-        text + rest for text in (theirs, STEPS, BOTH)
-    ]
+    assert [f"{head}{side}{tail}" for side in middle] == [theirs, before, after]
 
 
 def test_a_conflict_may_be_the_whole_file(tmp_path: Path) -> None:
