@@ -9,6 +9,7 @@ exported, applied anew without fuzz, and tested before it counts.
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -42,6 +43,12 @@ class How(Enum):
 
 
 _PLACED = (How.EXACT, How.MOVED, How.MERGED)
+
+_CONFLICT = re.compile(
+    r"^<{7} .*\n(?P<release>(?:.*\n)*?)\|{7} .*\n(?:.*\n)*?={7}\r?\n(?P<patch>(?:.*\n)*?)>{7} .*\n",
+    re.MULTILINE,
+)
+"""A conflict, as git marks one; a text may have rows of = itself."""
 
 
 class Status(Enum):
@@ -302,35 +309,32 @@ class _File:
         if {own, now.name} <= {one.name for one in definitions(ours)}:
             said = f"merging puts it in {now.name}, and {own} is still there"
             return self._result(number, How.CONFLICT, said, ours), merged
-        said = f"in {now.name} now"
-        return self._result(number, How.MERGED, said, ours), merged
+        return self._result(number, How.MERGED, f"in {now.name} now", ours), merged
 
     def _on_one_side(self, result: HunkResult, ours: str, text: str) -> tuple[HunkResult, str]:
         """Have a hunk that was put into the conflict of an earlier one on the patch's side of it.
 
         Elsewhere in it, who takes that side would lose the hunk.
         """
-        lines, at = ours.splitlines(keepends=True), _first_change(ours, text) - 1
-        found = _conflict_around(lines, at) if result.how in _PLACED else None
-        if found is None:
+        found = _conflict_around(ours, _first_change(ours, text))
+        if result.how not in _PLACED or found is None:
             return result, text
-        start, middle, end = found
-        before, after = "".join(lines[:start]), "".join(lines[end + 1 :])
-        hunk = self.hunks[result.number - 1]
-        theirs, _ = self._with(self.base, (hunk,))
-        said = f"line {start + 1}: its place is in the conflict of an earlier one"
+        line = _line_at(ours, found.start())
+        said = f"line {line}: its place is in the conflict of an earlier one"
         result = replace(result, how=How.CONFLICT, said=said)
-        taken = f"{before}{''.join(lines[middle + 1 : end])}{after}"
+        before, after = ours[: found.start()], ours[found.end() :]
+        hunk, taken = self.hunks[result.number - 1], f"{before}{found['patch']}{after}"
         try:
             made, _ = self._with(taken, (hunk,))
         except PatchDoesNotApplyError:
+            theirs, _ = self._with(self.base, (hunk,))
             made, conflicts = self._merge(taken, theirs)
             if conflicts:
                 return result, ours
         if not (made.startswith(before) and made.endswith(after)):
             return result, ours  # it has a place elsewhere, too
         side = made[len(before) : len(made) - len(after)]
-        return result, f"{''.join(lines[: middle + 1])}{side}{lines[end]}{after}"
+        return result, f"{ours[: found.start('patch')]}{side}{ours[found.end('patch') :]}"
 
     def _result(self, number: int, how: How, said: str, ours: str | None) -> HunkResult:
         hunk = self.hunks[number - 1]
@@ -486,20 +490,6 @@ def _with_import(ours: str, hunk: Hunk) -> str:
     return ""
 
 
-def _conflict_around(lines: Sequence[str], at: int) -> tuple[int, int, int] | None:
-    """Return where `<`, `=` and `>` of the conflict are that line `at` is within; all from 0."""
-    marks: list[int] = []
-    for n, line in enumerate(lines):
-        # A text may have rows of = itself.
-        if line.startswith(("<<<<<<< ", "||||||| ", "=======\n", ">>>>>>> ")[len(marks)]):
-            marks.append(n)
-        if len(marks) == 4:
-            if marks[0] < at <= n:
-                return marks[0], marks[2], n
-            marks = []
-    return None
-
-
 def _imports_only(text: str) -> bool:
     try:
         body = ast.parse(text).body
@@ -520,12 +510,20 @@ def _first_difference(before: Sequence[str], after: Sequence[str]) -> int:
 
 def _collision(ours: str, merged: str) -> str:
     """Return what the other release has where a merge has its first conflict."""
-    lines = merged.splitlines()
-    start = next(
-        n
-        for n in range(_first_change(ours, merged) - 1, len(lines))
-        if lines[n].startswith("<<<<<<< ")
-    )
-    end = next(n for n in range(start, len(lines)) if lines[n].startswith("||||||| "))
-    text = "\n".join(lines[start + 1 : end]) or "(nothing)"
-    return f"line {start + 1}:\n{text}"
+    change = _first_change(ours, merged)
+    rest = "".join(merged.splitlines(keepends=True)[change - 1 :])
+    found = next(_CONFLICT.finditer(rest))
+    text = found["release"].removesuffix("\n") or "(nothing)"
+    return f"line {change - 1 + _line_at(rest, found.start())}:\n{text}"
+
+
+def _conflict_around(text: str, line: int) -> re.Match[str] | None:
+    """Return the conflict that a line, from 1, is within."""
+    conflicts = _CONFLICT.finditer(text)
+    spans = ((one, _line_at(text, one.start()), _line_at(text, one.end())) for one in conflicts)
+    return next((one for one, first, behind in spans if first < line < behind), None)
+
+
+def _line_at(text: str, at: int) -> int:
+    """Return the number, from 1, of the line that a place of a text is in."""
+    return text.count("\n", 0, at) + 1

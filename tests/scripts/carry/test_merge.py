@@ -60,13 +60,22 @@ def carried(
     folder: Path, ours: Mapping[str, str], *, before: str = BASE, after: str = FIXED
 ) -> Carried:
     """Carry the patch from `before` to `after` to a release with the files `ours`."""
-    patch = a_patch(folder / "source", before, after)
-    target = folder / "target"
-    commit(target, ours, "the release")
+    return carried_to(folder / "target", a_patch(folder / "source", before, after), ours, before)
+
+
+def carried_to(
+    target: Path,
+    patch: Patch,
+    release: Mapping[str, str],
+    before: str = BASE,
+    now: Mapping[str, str] | None = None,
+    **how: bool,
+) -> Carried:
+    """Carry a patch of the file `before` to a release; `now` are its files by now."""
+    commit(target, release, "the release")
     git(target, "tag", "v2")
-    return carry(
-        patch, lambda path: {PATH: before}.get(path, ""), ours.get, Repository(target), "v2"
-    )
+    was, there = {PATH: before}, release if now is None else now
+    return carry(patch, lambda path: was.get(path, ""), there.get, Repository(target), "v2", **how)
 
 
 def swapped(text: str, *pairs: tuple[str, str]) -> str:
@@ -105,11 +114,7 @@ def test_where_the_patch_was_made_from_a_longer_text_nothing_has_moved(tmp_path:
     """A fix above it was left out, so both texts lack what the patch counts."""
     longer = ('"""Work."""\n', '"""Work."""\n' + "# more\n" * 8)
     patch = a_patch(tmp_path / "source", swapped(BASE, longer), swapped(FIXED, longer))
-    target = tmp_path / "target"
-    commit(target, {PATH: BASE}, "the release")
-    git(target, "tag", "v2")
-    texts = {PATH: BASE}
-    one = carry(patch, texts.__getitem__, texts.get, Repository(target), "v2")
+    one = carried_to(tmp_path / "target", patch, {PATH: BASE})
     assert [(h.how, h.definition) for h in one.hunks] == [
         (How.EXACT, ""),
         (How.EXACT, "Worker.second"),
@@ -395,19 +400,9 @@ def test_what_is_nowhere_is_not_proposed(tmp_path: Path) -> None:
 
 
 def test_what_is_gone_is_only_looked_for_where_a_person_is_to_see_it(tmp_path: Path) -> None:
-    patch, target = a_patch(tmp_path / "source"), tmp_path / "target"
     ours = {PATH: REST, "vllm/a/base.py": SPLIT, "vllm/a/push.py": SPLIT}
-    commit(target, ours, "the release")
-    git(target, "tag", "v2")
-    was = {PATH: BASE}
-    one = carry(
-        patch,
-        lambda path: was.get(path, ""),
-        ours.get,
-        Repository(target),
-        "v2",
-        looking=False,
-    )
+    patch = a_patch(tmp_path / "source")
+    one = carried_to(tmp_path / "target", patch, ours, looking=False)
     assert one.status is Status.GONE
     assert [hunk.went for hunk in one.hunks] == [(), ()]
 

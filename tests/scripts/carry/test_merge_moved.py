@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from scripts.carry.merge import Carried, How, Status, carry
-from scripts.system.git import Repository
+from scripts.carry.merge import How, Status
 from tests.scripts.carry.test_merge import (
     BASE,
     FIXED,
@@ -20,24 +18,15 @@ from tests.scripts.carry.test_merge import (
     SPLIT,
     a_patch,
     carried,
+    carried_to,
     swapped,
 )
-from tests.scripts.repos import commit, git
 
 THERE = "vllm/a/base.py"
 HOOKED = ("        go_on()\n", "        hook(self)\n")
 OURS = "from ours import hook\n"
 IMPORT = ("import two\n", f"import two\n{OURS}")
 IMPORT_THERE = ("import base\n", f"import base\n{OURS}")
-
-
-def carried_onto(folder: Path, release: Mapping[str, str], now: Mapping[str, str]) -> Carried:
-    """Carry the fix to the files `release`, of which `now` is what is there by now."""
-    patch = a_patch(folder / "source")
-    commit(folder / "target", release, "the release")
-    git(folder / "target", "tag", "v2")
-    repository = Repository(folder / "target")
-    return carry(patch, lambda path: {PATH: BASE}.get(path, ""), now.get, repository, "v2")
 
 
 # ---------------------------------------------------------------- definitions that have moved
@@ -171,7 +160,9 @@ def test_imports_that_nothing_needs_any_more_are_proposed_nowhere(tmp_path: Path
 def test_what_cannot_be_read_where_it_went_needs_a_person(now: str | None, tmp_path: Path) -> None:
     """The release has the place; what is installed has not, or an earlier fix collided in it."""
     files = {PATH: REST} if now is None else {PATH: REST, THERE: now}
-    one = carried_onto(tmp_path, {PATH: REST, THERE: SPLIT}, files)
+    one = carried_to(
+        tmp_path / "target", a_patch(tmp_path / "source"), {PATH: REST, THERE: SPLIT}, now=files
+    )
     assert [hunk.how for hunk in one.hunks] == [How.EXACT, How.GONE]
     assert one.hunks[1].went[0].path == THERE
     assert "proposed" not in one.hunks[1].said
